@@ -1,0 +1,1 @@
+"""Tests of woq_triton; helpers are imported as `tests.<module>`."""
