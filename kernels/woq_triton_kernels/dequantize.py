@@ -1,0 +1,106 @@
+"""Packed to dense: whole weights, and the rows that an embedding looks up."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from woq_triton_kernels.mainloop import plane_length, scaled_weights
+from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, single_group
+from woq_triton_kernels.unpack import codes_f32, round_to
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dequantize_kernel(
+    ids_ptr,
+    packed_ptr,
+    scale_ptr,
+    min_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    NUM_BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    LENGTH: tl.constexpr = plane_length(NUM_BITS)
+    blocks = tl.cdiv(K, 128)
+    program = tl.program_id(0).to(tl.int64)
+    block = (program % blocks).to(tl.int32)
+    m = program // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    if ids_ptr is None:
+        rows = tl.minimum(m, N - 1)
+        known = m < M
+    else:
+        ids = tl.load(ids_ptr + m, mask=m < M, other=0).to(tl.int64)
+        known = (ids >= 0) & (ids < N)
+        rows = tl.where(known, ids, 0)
+    columns = tl.arange(0, LENGTH)
+    words = tl.load(packed_ptr + (rows * (blocks * LENGTH))[:, None] + (block * LENGTH + columns)[None, :])
+    length = K if GROUP_DIM == 1 else N
+    last_group = (length - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+    for plane in tl.static_range(128 // LENGTH):
+        start = block * 128 + plane * LENGTH
+        k = start + columns
+        weights = scaled_weights(
+            codes_f32(words, plane, NUM_BITS),
+            scale_ptr,
+            min_ptr,
+            rows,
+            k,
+            start,
+            K,
+            last_group,
+            NUM_BITS,
+            GROUP_SIZE,
+            GROUP_DIM,
+            LENGTH,
+        )
+        # There is no error to raise from here: an id outside the table must not pass for a token.
+        weights = tl.where(known[:, None], weights, float("nan"))
+        ptrs = out_ptr + (m * K)[:, None] + k[None, :]
+        value = round_to(weights, out_ptr.dtype.element_ty)
+        tl.store(ptrs, value, mask=(m < M)[:, None] & (k < K)[None, :])
+
+
+def launch_dequantize(
+    ids: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    min: Tensor | None,
+    out: Tensor,
+    num_bits: int,
+    group_size: int,
+    group_dim: int,
+) -> None:
+    """Rows of the dense weight, computed in fp32.
+
+    Args:
+        ids: int32 or int64 ``[M]``, contiguous: which rows. None means all, in order. An id outside
+            the weight gives a row of NaN.
+        packed: int16 ``[out_features, packed_width]``, contiguous.
+        scale: Float ``[out_features, groups]`` (group_dim 1) or ``[groups, in_features]``, contiguous.
+        min: As scale, or None when symmetric.
+        out: Float ``[M, in_features]`` (M = out_features without ids), contiguous; written.
+        num_bits: 4 or 8.
+        group_size: Weights in a group.
+        group_dim: Dimension that groups run along.
+    """
+    (M, K), N = out.shape, packed.shape[0]
+    grid = (triton.cdiv(M, DEQUANTIZE_ROWS) * triton.cdiv(K, 128),)
+    _dequantize_kernel[grid](
+        ids,
+        packed,
+        scale,
+        min,
+        out,
+        M,
+        N,
+        K,
+        NUM_BITS=num_bits,
+        GROUP_SIZE=single_group(group_size, group_dim, N, K),
+        GROUP_DIM=group_dim,
+        BLOCK_M=DEQUANTIZE_ROWS,
+        num_warps=4,
+    )
