@@ -3,8 +3,21 @@
 Importing it needs torch alone and touches no device.
 """
 
+from woq_triton.api import quantize_model
+from woq_triton.modules import QuantizedEmbedding, QuantizedLinear
+from woq_triton.report import QuantizationReport
 from woq_triton.scheme import QuantScheme
 from woq_triton.weight import QuantizedWeight, embedding, linear, quantize
 
-__all__ = ["QuantScheme", "QuantizedWeight", "embedding", "linear", "quantize"]
+__all__ = [
+    "QuantScheme",
+    "QuantizationReport",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "embedding",
+    "linear",
+    "quantize",
+    "quantize_model",
+]
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ against the metadata as stored. `min` is itself a weight, hence exact. A group o
 is exact too: its scale is 0 (asymmetric) or the value's magnitude (symmetric).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -83,6 +84,13 @@ def check_values(weight: Tensor, scheme: QuantScheme, name: str) -> None:
     """
     low, high = _group_bounds(weight.detach(), scheme)
     _check_bounds(low, high, name)
+
+
+def quantized_nbytes(shape: tuple[int, int], scheme: QuantScheme, dtype: torch.dtype) -> int:
+    """Bytes of codes, scale and min of an ``[out_features, in_features]`` weight of a dtype."""
+    groups = math.prod(scheme.metadata_shape(shape))
+    metadata = groups * dtype.itemsize * (1 if scheme.symmetric else 2)
+    return shape[0] * layout.packed_width(shape[1], scheme.num_bits) * 2 + metadata
 
 
 def row_blocks(scheme: QuantScheme, rows: int, in_features: int) -> Iterator[tuple[int, int]]:

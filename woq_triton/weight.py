@@ -112,7 +112,7 @@ class QuantizedWeight:
         """
         error = norm = 0.0
         for start, stop in row_blocks(self.scheme, *self.shape):
-            block = weight[start:stop].float()
+            block = weight[start:stop].detach().float()
             codes = layout.unpack(self.packed[start:stop], self.scheme.num_bits, self.shape[1])
             dense = dequantize_rows(codes, self.scale, self.min, self.scheme, self.shape[0], start)
             error += float(dense.sub_(block).square().sum())

@@ -1,0 +1,61 @@
+"""A stand-in for the dense weight of a quantized layer.
+
+Model code reads ``layer.weight.dtype`` or ``.shape`` (T5 does on every forward), and sometimes
+computes with the weight. Both work: the attributes cost nothing, and any operation dequantizes first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from woq_triton.weight import QuantizedWeight
+
+
+class LazyWeight(Tensor):
+    """A read-only tensor that is dequantized, anew each time, when an operation uses it.
+
+    Args:
+        qweight: The weight it stands for.
+        dtype: The dtype it shows and dequantizes to.
+    """
+
+    qweight: QuantizedWeight
+
+    @staticmethod
+    def __new__(cls, qweight: QuantizedWeight, dtype: torch.dtype) -> "LazyWeight":
+        """Make the wrapper, which has no storage."""
+        wrapper: LazyWeight = Tensor._make_wrapper_subclass(
+            cls, qweight.shape, dtype=dtype, device=qweight.device, requires_grad=False
+        )
+        wrapper.qweight = qweight
+        return wrapper
+
+    def __init__(self, qweight: QuantizedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Name, shape and scheme; printing does not dequantize."""
+        return f"LazyWeight({tuple(self.shape)}, {self.qweight.scheme}, dtype={self.dtype})"
+
+    def dequantize(self) -> Tensor:
+        """The dense weight."""
+        return self.qweight.dequantize(self.dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on the dense weight; refuse one that would write to it."""
+        writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+        if any(write and isinstance(value, cls) for write, value in zip(writes, args, strict=False)):
+            raise RuntimeError(
+                f"{func} would write to the weight of a quantized layer, which is read-only; "
+                "change the dense weight before quantizing"
+            )
+        dense_args, dense_kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        return func(*dense_args, **dense_kwargs)

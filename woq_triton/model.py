@@ -1,0 +1,319 @@
+"""Quantize a model in place: match layers, check everything, then replace one layer after another."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from woq_triton import backends
+from woq_triton.config import FALLBACK, Schemes, parse_config, scheme_for
+from woq_triton.modules import QuantizedEmbedding, QuantizedLinear, QuantizedModule
+from woq_triton.quantize import WEIGHT_DTYPES, check_values, quantized_nbytes
+from woq_triton.report import LayerReport, QuantizationReport, SkippedLayer
+from woq_triton.scheme import QuantScheme
+from woq_triton.weight import QuantizedWeight, quantize
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a dense layer becomes a quantized one.
+
+    Attributes:
+        weight: The dense weight ``[out_features, in_features]``.
+        build: Makes the quantized layer from the quantized weight.
+        release: Called when the layer was replaced, to let go of memory that something else holds.
+    """
+
+    weight: Tensor
+    build: Callable[[QuantizedWeight], QuantizedModule]
+    release: Callable[[], None] | None = None
+
+
+Tie = tuple[Any, ...]
+
+Converter = Callable[[nn.Module], "Conversion | str | None"]
+"""Says how a layer is converted, or why it is not (a string), or None where it knows nothing of it."""
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer that will be quantized.
+
+    Attributes:
+        names: More than one where the model uses the module in several places.
+        module: The dense layer.
+        scheme: How it will be quantized.
+        conversion: How it becomes a quantized one.
+        tie: Equal for layers whose weights are the same memory.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    scheme: QuantScheme
+    conversion: Conversion
+    tie: Tie
+
+
+@dataclass
+class Plan:
+    """The verdict on every layer that a key matches."""
+
+    layers: list[PlannedLayer]
+    skipped: list[SkippedLayer]
+    unmatched_keys: list[str]
+
+    def leave_alone(self, name: str, reason: str) -> None:
+        """Move a planned layer to those left alone."""
+        for index, layer in enumerate(self.layers):
+            if layer.names[0] == name:
+                self.layers.pop(index)
+                self.skipped.append(_skip(name, layer.module, reason))
+                return
+
+
+Agree = Callable[[Plan | None, Exception | None], Plan]
+"""Settles the plan with other ranks; gets None and the error where making it failed."""
+
+
+def agree_alone(plan: Plan | None, error: Exception | None) -> Plan:
+    """The verdict of a single process: its own plan, or its own error."""
+    if error is not None:
+        raise error
+    assert plan is not None
+    return plan
+
+
+def convert_plain(module: nn.Module) -> Conversion | str | None:
+    """Convert torch's own linear and embedding layers, and subclasses that run their forward.
+
+    A subclass with a forward of its own does something besides, which a replacement would lose.
+    """
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        return None
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (offloading does that)"
+    forward = type(module).forward
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if forward is nn.Linear.forward:
+        return Conversion(module.weight, lambda qweight: QuantizedLinear(qweight, module.bias))
+    if forward is nn.Embedding.forward:
+        if module.max_norm is not None:
+            return f"it renormalizes its rows (max_norm={module.max_norm})"
+        return Conversion(module.weight, lambda qweight: QuantizedEmbedding(qweight, module.padding_idx))
+    return f"{type(module).__name__} has a forward of its own"
+
+
+def quantize_model(
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    *,
+    converters: Sequence[Converter] = (convert_plain,),
+    agree: Agree = agree_alone,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> QuantizationReport:
+    """Quantize a model's layers in place and freeze it, as `woq_triton.quantize_model` documents.
+
+    Args:
+        model: The model.
+        ds_config: A DeepSpeed config, see `woq_triton.config.parse_config`.
+        converters: Asked in turn what to do with a layer; the first that knows decides.
+        agree: Settles the verdict with other ranks before anything changes.
+        on_layer: Called with (layers done, layers in all) after each layer.
+
+    Raises:
+        TypeError: An unsupported weight.
+        ValueError: The config is wrong or matches nothing, a layer is already quantized, or a
+            weight cannot be quantized; nothing was changed.
+    """
+    plan, error = None, None
+    try:
+        plan = make_plan(model, parse_config(ds_config), converters)
+    except Exception as caught:  # every kind: a rank that failed has to tell the others
+        error = caught
+    plan = agree(plan, error)
+    report = QuantizationReport(skipped=plan.skipped, unmatched_keys=plan.unmatched_keys)
+    done: dict[Tie, tuple[LayerReport, QuantizedWeight]] = {}
+    total = len(plan.layers)
+    while plan.layers:
+        # A layer is forgotten as soon as it is replaced, so that its dense weight can go.
+        report.layers.append(_replace(model, plan.layers.pop(0), done))
+        if on_layer is not None:
+            on_layer(len(report.layers), total)
+    model.requires_grad_(False)
+    return report
+
+
+def make_plan(model: nn.Module, schemes: Schemes, converters: Sequence[Converter]) -> Plan:
+    """Decide what happens to each layer, and check every weight; changes nothing.
+
+    Raises:
+        TypeError: An unsupported weight.
+        ValueError: Keys overlap or match nothing, a layer is already quantized, tied layers get
+            different schemes, or a weight cannot be quantized.
+    """
+    plan = Plan([], [], [])
+    matched_keys: set[str] = set()
+    for names, module in _named_layers(model):
+        verdict = next((v for v in (convert(module) for convert in converters) if v is not None), None)
+        if verdict is None and not _own_weights(module):
+            continue
+        match = _settle_match(names, schemes)
+        if match is None:
+            continue
+        key, scheme = match
+        if isinstance(module, QuantizedModule):
+            if scheme is None:
+                continue
+            raise ValueError(
+                f"layer {names[0]!r} is already quantized ({module.scheme}) and matched by the key {key!r}; "
+                "quantize a model once, or leave the layer alone with null"
+            )
+        matched_keys.add(key)
+        if scheme is None:
+            plan.skipped.append(_skip(names[0], module, f"left alone by the key {key!r}"))
+        elif verdict is None or isinstance(verdict, str):
+            reason = verdict or f"{type(module).__name__} is not a layer that can be quantized"
+            plan.skipped.append(_skip(names[0], module, reason))
+        elif (reason := _unfit(verdict.weight, scheme)) is not None:
+            plan.skipped.append(_skip(names[0], module, reason))
+        else:
+            plan.layers.append(PlannedLayer(names, module, scheme, verdict, _tie(verdict.weight)))
+    plan.unmatched_keys = [key for key in schemes if key != FALLBACK and key not in matched_keys]
+    _settle_tied(model, plan)
+    if not plan.layers:
+        raise ValueError(_nothing_matched(model, schemes, plan))
+    for layer in plan.layers:
+        check_values(layer.conversion.weight, layer.scheme, f"layer {layer.names[0]!r}")
+    return plan
+
+
+def _named_layers(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Module]]:
+    """All modules below the model with all their names."""
+    names: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            names.setdefault(id(module), []).append(name)
+            modules[id(module)] = module
+    return [(tuple(names[key]), module) for key, module in modules.items()]
+
+
+def _settle_match(names: tuple[str, ...], schemes: Schemes) -> tuple[str, QuantScheme | None] | None:
+    matches = [scheme_for(name, schemes) for name in names]
+    for name, match in zip(names, matches, strict=True):
+        if match != matches[0] and (match is None or matches[0] is None or match[1] != matches[0][1]):
+            raise ValueError(
+                f"layers {names[0]!r} and {name!r} are one module, but the config treats them differently; "
+                "give both the same settings"
+            )
+    return matches[0]
+
+
+def _own_weights(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
+
+
+def _skip(name: str, module: nn.Module, reason: str) -> SkippedLayer:
+    nbytes = sum(parameter.nbytes for parameter in _own_weights(module))
+    return SkippedLayer(name, type(module).__name__, reason, nbytes)
+
+
+def _unfit(weight: Tensor, scheme: QuantScheme) -> str | None:
+    """Why a weight is left alone, or None if it can be quantized with gain."""
+    if weight.dtype not in WEIGHT_DTYPES:
+        return f"its weight is {weight.dtype}, not bfloat16, float16 or float32"
+    if weight.dim() != 2:
+        return f"its weight has shape {tuple(weight.shape)}, not two dimensions"
+    if weight.device.type == "meta":
+        return "its weight is on the meta device; load it first"
+    after = quantized_nbytes((weight.shape[0], weight.shape[1]), scheme, weight.dtype)
+    if after >= weight.nbytes > 0:
+        return f"it would not shrink ({weight.nbytes} bytes, {after} quantized with {scheme})"
+    return None
+
+
+def _tie(weight: Tensor) -> Tie:
+    """Equal for weights that are the same memory, seen the same way."""
+    if weight.numel() == 0:
+        return (id(weight),)
+    return (weight.device, weight.data_ptr(), weight.shape, weight.stride())
+
+
+def _settle_tied(model: nn.Module, plan: Plan) -> None:
+    """Tied weights are quantized once and alike, or all left alone."""
+    first: dict[Tie, PlannedLayer] = {}
+    for layer in plan.layers:
+        other = first.setdefault(layer.tie, layer)
+        if other.scheme != layer.scheme:
+            raise ValueError(
+                f"layers {other.names[0]!r} ({other.scheme}) and {layer.names[0]!r} ({layer.scheme}) share one "
+                "weight; give both the same settings"
+            )
+    converted = {id(layer.module) for layer in plan.layers}
+    for name, module in model.named_modules():
+        if id(module) in converted:
+            continue
+        ties = {_tie(weight) for weight in _own_weights(module)}
+        for layer in [layer for layer in plan.layers if layer.tie in ties]:
+            plan.leave_alone(layer.names[0], f"it shares its weight with {name!r}, which is left alone")
+
+
+def _nothing_matched(model: nn.Module, schemes: Schemes, plan: Plan) -> str:
+    if plan.skipped:
+        first = plan.skipped[0]
+        return (
+            f"nothing to quantize: all {len(plan.skipped)} matching layers are left alone, "
+            f"the first, {first.name!r}, because {first.reason}"
+        )
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    keys = ", ".join(repr(key) for key in schemes)
+    return f"no layer's name has any of the keys {keys}; the model has layers such as {', '.join(names[-4:])}"
+
+
+def _replace(
+    model: nn.Module, layer: PlannedLayer, done: dict[Tie, tuple[LayerReport, QuantizedWeight]]
+) -> LayerReport:
+    """Quantize one layer, put the new module in its places, and say what was done."""
+    weight, name = layer.conversion.weight, layer.names[0]
+    kind = type(layer.module).__name__
+    if layer.tie in done:
+        first, qweight = done[layer.tie]
+        module = layer.conversion.build(qweight)
+        report = replace(first, name=name, kind=kind, bytes_before=0, bytes_after=0, tied_to=first.name)
+    else:
+        qweight = quantize(weight, layer.scheme, f"layer {name!r}")
+        module = layer.conversion.build(qweight)
+        report = LayerReport(
+            name=name,
+            kind=kind,
+            shape=qweight.shape,
+            scheme=layer.scheme,
+            bytes_before=weight.nbytes,
+            bytes_after=qweight.nbytes,
+            relative_error=qweight.relative_error(weight),
+            implementation=backends.name_for(weight.device.type),
+        )
+        done[layer.tie] = report, module.qweight
+    _carry_over(layer.module, module)
+    for place in layer.names:
+        parent, _, attribute = place.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+    if layer.conversion.release is not None:
+        layer.conversion.release()
+    return report
+
+
+def _carry_over(dense: nn.Module, quantized: nn.Module) -> None:
+    """Keep the mode and the hooks that were set on the dense layer."""
+    quantized.train(dense.training)
+    for attribute in (
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        getattr(quantized, attribute).update(getattr(dense, attribute))
+
