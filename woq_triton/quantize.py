@@ -22,7 +22,7 @@ from woq_triton_kernels import layout
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_BLOCK_WEIGHTS = 1 << 20  # weights quantized at a time: a few MB of scratch, and near the caches
+_BLOCK_WEIGHTS = 1 << 18  # weights in a pass: a few MB of scratch, which the caches hold
 
 
 def quantize_tensors(
@@ -194,13 +194,17 @@ def _check_bounds(low: Tensor, high: Tensor, name: str) -> None:
 
 
 def _metadata(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor | None]:
-    dtype = low.dtype
-    low64, high64 = low.double(), high.double()
-    if not scheme.symmetric:
-        return _round_up((high64 - low64) / scheme.max_code, dtype), low.contiguous()
-    magnitude = torch.maximum(low64.abs(), high64.abs())
-    steps = torch.where(low == high, 1.0, float(scheme.zero_code - 1))
-    return _round_up(magnitude / steps, dtype), None
+    scale = torch.empty(low.shape, dtype=low.dtype, device=low.device)
+    pieces = (meta.flatten().split(_BLOCK_WEIGHTS) for meta in (scale, low, high))
+    for scale_piece, low_piece, high_piece in zip(*pieces, strict=True):
+        low64, high64 = low_piece.double(), high_piece.double()
+        if scheme.symmetric:
+            steps = torch.where(low64 == high64, 1.0, float(scheme.zero_code - 1))
+            exact = torch.maximum(low64.abs(), high64.abs()) / steps
+        else:
+            exact = (high64 - low64) / scheme.max_code
+        scale_piece.copy_(_round_up(exact, low.dtype))
+    return scale, None if scheme.symmetric else low.contiguous()
 
 
 def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,4 +212,4 @@ def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = values.to(dtype)
     bits = rounded.view(torch.int32 if dtype == torch.float32 else torch.int16)
     # Positive floats are ordered as their bits are, so the next one up is one bit pattern on.
-    return (bits + (rounded.double() < values).to(bits.dtype)).view(dtype).contiguous()
+    return (bits + (rounded.double() < values).to(bits.dtype)).view(dtype)

@@ -77,4 +77,4 @@ def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
     halves = packed.contiguous().view(torch.uint8).view(rows, width // words, words, 2)
     low, high = halves[..., 0], halves[..., 1]
     planes = (low & 15, low >> 4, high & 15, high >> 4) if num_bits == 4 else (low, high)
-    return torch.stack(planes, dim=2).view(rows, -1)[:, :in_features]
+    return torch.stack(planes, dim=2).view(rows, width * len(planes))[:, :in_features]
