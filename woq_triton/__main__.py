@@ -1,0 +1,18 @@
+"""`python -m woq_triton` and the script `woq-triton`."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say which extra it needs."""
+    try:
+        from woq_triton.cli import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("woq_triton"):
+            raise
+        sys.exit(f"woq-triton needs the package {error.name!r}: pip install 'woq_triton[autotp]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()

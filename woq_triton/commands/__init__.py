@@ -1,0 +1,1 @@
+"""The subcommands of `woq-triton`, one file each; `woq_triton.cli` lists them."""

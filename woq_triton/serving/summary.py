@@ -1,0 +1,83 @@
+"""The summary of `woq-triton generate` as text for people."""
+
+from typing import Any
+
+from woq_triton.report import format_bytes
+from woq_triton.scheme import QuantScheme
+
+
+def render(summary: dict[str, Any]) -> str:
+    """Lay out a summary, as `woq_triton.serving.runs` makes it, as plain text."""
+    scheme = QuantScheme.from_dict(summary["scheme"])
+    ranks = f"{summary['tp']} rank{'s' if summary['tp'] > 1 else ''}"
+    parts = [
+        f"{summary['model']} on {ranks}, {summary['device']}, {summary['dtype']}, quantized to {scheme}",
+        ("on rank 0:\n" if summary["tp"] > 1 else "") + summary["report_text"],
+        _measurements(summary),
+        _texts(summary),
+    ]
+    if "tp_comparison" in summary:
+        parts.append(_tp_comparison(summary))
+    return "\n\n".join(parts)
+
+
+def _measurements(summary: dict[str, Any]) -> str:
+    dense, quantized = summary["dense"], summary["quantized"]
+    rows = [("", "dense", "quantized", "")]
+    for memory in summary["memory"]:
+        label = f"rank {memory['rank']}: "
+        for title, field in (
+            ("weights", "weight_bytes"),
+            ("memory", "resident_bytes"),
+            ("peak", "peak_bytes"),
+        ):
+            values = [format_bytes(memory[phase][field]) for phase in ("dense", "quantized")]
+            note = f"{format_bytes(memory['start_bytes'])} before loading" if title == "memory" else ""
+            rows.append((label + title, values[0], values[1], note))
+    for title, field in (("prefill", "prefill_tokens_per_second"), ("decode", "decode_tokens_per_second")):
+        rows.append((f"{title}, tokens/s", _number(dense[field]), _number(quantized[field]), ""))
+    change = f"{summary['perplexity_change']:+.2%} over {summary['eval_tokens']} tokens"
+    rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{quantized['perplexity']:.3f}", change))
+    rows.append(("KL divergence", "", f"{summary['kl_divergence_nats']:.4g}", "nats a token, mean"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {note}".rstrip() for a, b, c, note in rows
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _texts(summary: dict[str, Any]) -> str:
+    count = len(summary["dense"]["tokens"])
+    return "\n".join(
+        [
+            f"prompt:    {summary['prompt']}",
+            f"dense:     {_indent(summary['dense']['text'])}",
+            f"quantized: {_indent(summary['quantized']['text'])}",
+            f"dense and quantized: {_difference(summary['first_difference'], count)}",
+        ]
+    )
+
+
+def _indent(text: str) -> str:
+    return text.strip().replace("\n", "\n           ")
+
+
+def _difference(difference: dict[str, Any] | None, count: int) -> str:
+    if difference is None:
+        return f"all {count} tokens equal"
+    first, second = (repr(piece) if piece is not None else "the end" for piece in difference["pieces"])
+    return f"first different token is number {difference['position'] + 1} of {count}: {first} and {second}"
+
+
+def _tp_comparison(summary: dict[str, Any]) -> str:
+    lines = [f"tp {summary['tp']} against tp 1:"]
+    for phase, comparison in summary["tp_comparison"].items():
+        count = len(summary[phase]["tokens"])
+        lines.append(
+            f"  {phase + ':':<10} {_difference(comparison['first_difference'], count)}; "
+            f"logits differ by {comparison['logits_relative_difference']:.2g} (relative)"
+        )
+    return "\n".join(lines)
