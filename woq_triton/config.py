@@ -50,11 +50,11 @@ def scheme_for(name: str, schemes: Schemes) -> tuple[str, QuantScheme | None] | 
         ValueError: Two keys with different settings match.
     """
     matches = [key for key in schemes if key != FALLBACK and key in name]
-    for other in matches[1:]:
-        if schemes[other] != schemes[matches[0]]:
+    for key in matches[1:]:
+        if schemes[key] != schemes[matches[0]]:
+            first, second = (f"{k!r} ({_describe(schemes[k])})" for k in (matches[0], key))
             raise ValueError(
-                f"layer {name!r} is matched by the keys {matches[0]!r} ({_describe(schemes[matches[0]])}) and "
-                f"{other!r} ({_describe(schemes[other])}); make the keys exclude each other"
+                f"layer {name!r} is matched by keys {first} and {second}; make them exclude each other"
             )
     if matches:
         return matches[0], schemes[matches[0]]

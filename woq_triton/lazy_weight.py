@@ -2,9 +2,10 @@
 
 Model code reads ``layer.weight.dtype`` or ``.shape`` (T5 does on every forward), and sometimes
 computes with the weight. Both work: the attributes cost nothing, and any operation dequantizes first.
+Writing to it is refused; a slice of it is a dense copy, and writing to that changes nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class LazyWeight(Tensor):
     def __init__(self, qweight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Name, shape and scheme; printing does not dequantize."""
         return f"LazyWeight({tuple(self.shape)}, {self.qweight.scheme}, dtype={self.dtype})"
 
@@ -44,18 +45,32 @@ class LazyWeight(Tensor):
         """The dense weight."""
         return self.qweight.dequantize(self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is dense: it may be written to."""
+        return self.dequantize()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the dense weight."""
+        return self.dequantize().__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """Run the operation on the dense weight; refuse one that would write to it."""
-        writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
-        if any(write and isinstance(value, cls) for write, value in zip(writes, args, strict=False)):
-            raise RuntimeError(
-                f"{func} would write to the weight of a quantized layer, which is read-only; "
-                "change the dense weight before quantizing"
-            )
+        if func is torch.ops.aten.detach.default:  # `weight.data` and `weight.detach()`
+            return cls(args[0].qweight, args[0].dtype)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise RuntimeError(
+                    f"{func} would write to the weight of a quantized layer, which is read-only; "
+                    "change the dense weight before quantizing"
+                )
         dense_args, dense_kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return func(*dense_args, **dense_kwargs)

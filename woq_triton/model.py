@@ -97,7 +97,8 @@ def convert_plain(module: nn.Module) -> Conversion | str | None:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
     if forward is nn.Linear.forward:
-        return Conversion(module.weight, lambda qweight: QuantizedLinear(qweight, module.bias))
+        bias: Any = module.bias
+        return Conversion(module.weight, lambda qweight: QuantizedLinear(qweight, bias))
     if forward is nn.Embedding.forward:
         if module.max_norm is not None:
             return f"it renormalizes its rows (max_norm={module.max_norm})"
@@ -174,8 +175,8 @@ def make_plan(model: nn.Module, schemes: Schemes, converters: Sequence[Converter
         if scheme is None:
             plan.skipped.append(_skip(names[0], module, f"left alone by the key {key!r}"))
         elif verdict is None or isinstance(verdict, str):
-            reason = verdict or f"{type(module).__name__} is not a layer that can be quantized"
-            plan.skipped.append(_skip(names[0], module, reason))
+            unknown = f"{type(module).__name__} is not a layer that can be quantized"
+            plan.skipped.append(_skip(names[0], module, verdict or unknown))
         elif (reason := _unfit(verdict.weight, scheme)) is not None:
             plan.skipped.append(_skip(names[0], module, reason))
         else:
@@ -247,9 +248,9 @@ def _settle_tied(model: nn.Module, plan: Plan) -> None:
     for layer in plan.layers:
         other = first.setdefault(layer.tie, layer)
         if other.scheme != layer.scheme:
+            first_text, second_text = (f"{p.names[0]!r} ({p.scheme})" for p in (other, layer))
             raise ValueError(
-                f"layers {other.names[0]!r} ({other.scheme}) and {layer.names[0]!r} ({layer.scheme}) share one "
-                "weight; give both the same settings"
+                f"layers {first_text} and {second_text} share one weight; give both the same settings"
             )
     converted = {id(layer.module) for layer in plan.layers}
     for name, module in model.named_modules():
@@ -316,4 +317,3 @@ def _carry_over(dense: nn.Module, quantized: nn.Module) -> None:
         "_forward_pre_hooks_with_kwargs",
     ):
         getattr(quantized, attribute).update(getattr(dense, attribute))
-

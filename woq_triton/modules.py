@@ -58,7 +58,11 @@ class QuantizedModule(nn.Module):
         return LazyWeight(self.qweight, self.weight_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModule":
-        buffers = {name: self._buffers.pop(name) for name in ("scale", "min") if name in self._buffers}
+        # Set aside, as a cast would round them.
+        buffers: dict[str, Tensor | None] = {}
+        for name in ("scale", "min"):
+            if name in self._buffers:
+                buffers[name] = self._buffers.pop(name)
         try:
             super()._apply(fn, recurse)
         finally:
@@ -162,7 +166,9 @@ class QuantizedEmbedding(QuantizedModule):
             ValueError: The layer renormalizes its rows (`max_norm`), or the weight cannot be quantized.
         """
         if embedding.max_norm is not None:
-            raise ValueError(f"{name} has max_norm={embedding.max_norm}, which rewrites its rows; set it to None")
+            raise ValueError(
+                f"{name} has max_norm={embedding.max_norm}, which rewrites its rows; set it to None"
+            )
         weight = _tensor(embedding, "weight", name)
         return cls(quantize(weight, scheme, name), embedding.padding_idx)
 

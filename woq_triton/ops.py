@@ -147,7 +147,11 @@ def _fake_dequantize(packed: Tensor, scale: Tensor, min: Tensor | None, *scheme:
     return scale.new_empty((scheme[3], scheme[4]), dtype=out_dtype or scale.dtype)
 
 
-_FAKES = {"linear": _fake_linear, "embedding": _fake_embedding, "dequantize": _fake_dequantize}
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "linear": _fake_linear,
+    "embedding": _fake_embedding,
+    "dequantize": _fake_dequantize,
+}
 
 
 def _refuse_autograd(op: str) -> Callable[..., Tensor]:
