@@ -1,0 +1,207 @@
+"""Tiny random models, one for each family that AutoTP shards, with inputs for them.
+
+Sizes are chosen to be awkward where a family allows it: fewer KV heads than ranks, a vocabulary and
+MLP widths that are no multiples of the group size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN = 64
+LAYERS = 2
+_SMALL = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 150}
+_GATED = {**_SMALL, "intermediate_size": 172, "num_key_value_heads": 2}
+_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class with a tiny configuration.
+
+    Attributes:
+        model: Class in transformers.
+        config: Configuration class in transformers.
+        settings: What differs from the configuration's defaults.
+        kind: ``causal``, ``masked`` or ``seq2seq``.
+        max_tp: Ranks beyond which stock AutoTP itself fails.
+        quantized: Whether AutoTP shards it rightly, so that quantizing it has a meaning.
+    """
+
+    model: str
+    config: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    kind: str = "causal"
+    max_tp: int = 4
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "LlamaConfig", _GATED),
+    "llama-tied": Family("LlamaForCausalLM", "LlamaConfig", {**_GATED, "tie_word_embeddings": True}),
+    "llama-bias": Family(
+        "LlamaForCausalLM", "LlamaConfig", {**_GATED, "attention_bias": True, "mlp_bias": True}
+    ),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GATED, "head_dim": 16}),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GATED),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GATED, "head_dim": 16}),
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GATED, "head_dim": 16}),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {**_GATED, "head_dim": 16}),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GATED, "head_dim": 16}),
+    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", _GATED),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", _GATED),
+    "cohere": Family("CohereForCausalLM", "CohereConfig", _GATED),
+    "opt": Family(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            **_SMALL,
+            "ffn_dim": 172,
+            "word_embed_proj_dim": 32,
+            "max_position_embeddings": 64,
+            "pad_token_id": 1,
+        },
+    ),
+    "bloom": Family(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150},
+    ),
+    "falcon-40b": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+        max_tp=2,
+    ),
+    "falcon-mha": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_SMALL, "multi_query": False, "new_decoder_architecture": False, "alibi": False, "bias": True},
+    ),
+    "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SMALL, "intermediate_size": 172}),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "rotary_dim": 8, "n_positions": 64},
+    ),
+    "phi": Family("PhiForCausalLM", "PhiConfig", {**_SMALL, "intermediate_size": 172}),
+    "starcoder2": Family("Starcoder2ForCausalLM", "Starcoder2Config", _GATED),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "hidden_size": HIDDEN,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 150,
+            "attention_types": [[["global", "local"], 1]],
+            "max_position_embeddings": 64,
+            "intermediate_size": 172,
+        },
+    ),
+    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GATED, "num_local_experts": 4}),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**_GATED, **_MOE, "shared_expert_intermediate_size": 96}
+    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GATED, **_MOE, "head_dim": 16}),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {
+            **_SMALL,
+            "intermediate_size": 172,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+        },
+    ),
+    "glm4": Family("Glm4ForCausalLM", "Glm4Config", {**_GATED, "head_dim": 16, "pad_token_id": 0}),
+    "codegen": Family(
+        "CodeGenForCausalLM",
+        "CodeGenConfig",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "rotary_dim": 8, "n_positions": 64},
+    ),
+    "mpt": Family(
+        "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "vocab_size": 150}
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "n_positions": 64},
+    ),
+    "bert": Family("BertForMaskedLM", "BertConfig", {**_SMALL, "intermediate_size": 172}, kind="masked"),
+    "roberta": Family(
+        "RobertaForMaskedLM", "RobertaConfig", {**_SMALL, "intermediate_size": 172}, kind="masked"
+    ),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": HIDDEN, "d_ff": 172, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 150},
+        kind="seq2seq",
+    ),
+    "t5-gated": Family(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "d_model": HIDDEN,
+            "d_ff": 172,
+            "d_kv": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 150,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+        kind="seq2seq",
+    ),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> nn.Module:
+    """A model of a family with weights that differ in scale and offset, the same on every call."""
+    import transformers
+
+    family = FAMILIES[name]
+    settings = {"use_cache": False, **family.settings, **overrides}
+    config = getattr(transformers, family.config)(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, family.model)(config).eval()
+    skew(model)
+    return model.to(dtype)
+
+
+def skew(model: nn.Module) -> None:
+    """Give matrices an offset and columns of different scales, so that no two groups look alike."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+                continue
+            spread = torch.rand(parameter.shape[-1], generator=generator) + 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.06 * spread + 0.003)
+
+
+def inputs(name: str) -> dict[str, Tensor]:
+    """Token ids, and what else the family's forward asks for."""
+    ids = torch.randint(2, 150, (2, 9), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if FAMILIES[name].kind == "seq2seq":
+        batch["decoder_input_ids"] = ids[:, :5]
+    return batch
+
+
+Build = Callable[..., nn.Module]

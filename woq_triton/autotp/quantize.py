@@ -1,0 +1,62 @@
+"""`quantize_model` for models with layers that DeepSpeed made."""
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from woq_triton import model as _model
+from woq_triton.autotp.convert import convert_autotp
+from woq_triton.autotp.ranks import Ranks
+from woq_triton.report import QuantizationReport
+
+
+def quantize_model(
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    *,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> QuantizationReport:
+    """Quantize a model's weights in place, on all ranks alike.
+
+    Does what `woq_triton.quantize_model` documents, which calls this where DeepSpeed is in use.
+
+    Args:
+        model: ``engine.module`` of an AutoTP engine, or a plain model.
+        ds_config: A DeepSpeed config.
+        on_layer: Called with (layers done, layers in all) after each layer.
+
+    Returns:
+        What was done, on this rank.
+
+    Raises:
+        TypeError: A weight cannot be quantized, here or on another rank.
+        ValueError: As documented there, here or on another rank.
+    """
+    ranks = Ranks.of(model)
+    settled = False
+    error: Exception | None = None
+
+    def agree(plan: _model.Plan | None, failure: Exception | None) -> _model.Plan:
+        nonlocal settled
+        agreed = ranks.settle(plan, failure)
+        settled = True
+        return agreed
+
+    try:
+        report = _model.quantize_model(
+            model,
+            ds_config,
+            converters=(convert_autotp, _model.convert_plain),
+            agree=agree,
+            on_layer=on_layer,
+        )
+    except Exception as caught:  # every kind: the other ranks wait to hear of it
+        if not settled:
+            raise
+        error = caught
+    ranks.confirm(error)
+    # AutoTP's layers sit in reference cycles; what is left of them goes now, not some time later.
+    gc.collect()
+    return report
