@@ -126,8 +126,7 @@ def accumulate_groups(
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
-            for index in tl.static_range(GRAIN // LENGTH):
-                plane: tl.constexpr = unit * (GRAIN // LENGTH) + index
+            for plane in tl.static_range(unit * (GRAIN // LENGTH), (unit + 1) * (GRAIN // LENGTH)):
                 xt = tl.trans(load_plane(x_rows, block * 128 + plane * LENGTH + columns, K, EVEN_K))
                 sums = column_sums(xt, sums, NORM, ROWS)
                 for part in tl.static_range(PARTS):

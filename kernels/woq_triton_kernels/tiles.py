@@ -163,5 +163,5 @@ def pick_tile(
         num_stages=4 if decode else 3,
         scale_on=scale_on,
         unpack=unpack_style(arch),
-        subnormal=keeps_subnormals(arch),
+        subnormal=dtype == torch.float16 and keeps_subnormals(arch),
     )

@@ -27,7 +27,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.constexpr_function
 def magic(num_bits, dtype, subnormal):
     """What an operand holds beside the code, before `plane_factor`."""
-    if dtype == tl.float32 or subnormal:
+    if dtype == tl.float32 or (subnormal and dtype == tl.float16):
         return 0
     if dtype == tl.float16:
         return 1024
@@ -37,7 +37,7 @@ def magic(num_bits, dtype, subnormal):
 @triton.constexpr_function
 def norm(num_bits, dtype, subnormal):
     """The factor in which sums of subnormal operands are kept: a power of two."""
-    if dtype == tl.float32 or not subnormal:
+    if dtype != tl.float16 or not subnormal:
         return 1.0
     return 2.0**-20 if num_bits == 4 else 2.0**-24
 
@@ -51,7 +51,7 @@ def parts(num_bits, dtype):
 @triton.constexpr_function
 def split_parity(num_bits, dtype, subnormal):
     """Whether even planes come 16 times smaller than `norm` says."""
-    return num_bits == 4 and dtype != tl.float32 and subnormal
+    return num_bits == 4 and dtype == tl.float16 and subnormal
 
 
 @triton.constexpr_function
@@ -62,7 +62,7 @@ def _field(plane, part, num_bits, dtype, subnormal):
         if dtype == tl.bfloat16:
             return shift, (0x80 if part else 0x7F), 0x4300
         return shift, 0xFF, 0 if subnormal else 0x6400
-    if subnormal:
+    if subnormal and dtype == tl.float16:
         return 8 * (plane // 2), 0x0F << 4 * (plane % 2), 0
     return 4 * plane, 0x0F, 0x6400 if dtype == tl.float16 else 0x4300
 
@@ -120,14 +120,17 @@ def _mask_words(words, MASK: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
     if UNPACK == "plain":
         return ((words & MASK) | BITS).to(DTYPE, bitcast=True)
     ASM: tl.constexpr = _mask_asm(UNPACK, MASK, BITS)
-    if UNPACK == "ptx":
-        return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=DTYPE, is_pure=True, pack=2)
-    if BITS == 0:
-        return tl.inline_asm_elementwise(ASM, "=v,v", [words], dtype=DTYPE, is_pure=True, pack=2)
-    # A three-operand instruction of gfx9 takes no literal: mask and bits come in registers.
-    mask = tl.full((1, 1), MASK, tl.int16)
-    bits = tl.full((1, 1), BITS, tl.int16)
-    return tl.inline_asm_elementwise(ASM, "=v,v,v,v", [words, mask, bits], dtype=DTYPE, is_pure=True, pack=2)
+    REGS: tl.constexpr = "=r,r" if UNPACK == "ptx" else "=v,v"
+    if UNPACK == "gcn" and BITS != 0:
+        # A three-operand instruction of gfx9 takes no literal: mask and bits come in registers.
+        mask = tl.full((1, 1), MASK, tl.int16)
+        bits = tl.full((1, 1), BITS, tl.int16)
+        masked = tl.inline_asm_elementwise(
+            ASM, "=v,v,v,v", [words, mask, bits], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        masked = tl.inline_asm_elementwise(ASM, REGS, [words], dtype=tl.int16, is_pure=True, pack=2)
+    return masked.to(DTYPE, bitcast=True)
 
 
 @triton.jit
