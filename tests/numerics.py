@@ -26,7 +26,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     if expected.numel() == 0:
         assert actual.shape == expected.shape
         return 0.0
-    expected = expected.double()
+    actual, expected = actual.detach(), expected.detach().double()
     return float((actual.double() - expected).norm() / expected.norm())
 
 

@@ -18,13 +18,13 @@ CHAIN = [
     ["woq_triton.backends"],
     ["woq_triton.ops"],
     ["woq_triton.weight"],
-    ["woq_triton.lazy_weight"],
+    ["woq_triton.lazy_weight", "woq_triton.deepspeed_format"],
     ["woq_triton.modules"],
     ["woq_triton.model"],
     ["woq_triton.autotp"],
     ["woq_triton.api"],
     ["woq_triton"],
-    ["woq_triton.serving"],
+    ["woq_triton.serving", "woq_triton.audit"],
     ["woq_triton.commands"],
     ["woq_triton.cli"],
     ["woq_triton.__main__"],
@@ -33,7 +33,7 @@ STEP = {name: step for step, names in enumerate(CHAIN) for name in names}
 
 # Who may import a package that not every user has.
 USERS = {
-    "triton": ["woq_triton_kernels", "woq_triton.backends.triton"],
+    "triton": ["woq_triton_kernels", "woq_triton.backends.triton", "woq_triton.audit"],
     "deepspeed": ["woq_triton.autotp", "woq_triton.serving"],
     "transformers": ["woq_triton.serving"],
     "huggingface_hub": ["woq_triton.serving"],
