@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from woq_triton import __version__
+from woq_triton.commands.audit import audit
 from woq_triton.commands.generate import generate
 
 app = typer.Typer(
@@ -32,3 +33,4 @@ def root(
 
 
 app.command()(generate)
+app.command()(audit)
