@@ -1,8 +1,17 @@
 """What the ranks do in the tests of this folder; each function runs on every rank of a pool."""
 
+import copy
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import time
+import weakref
 from typing import Any
 
 import torch
+from deepspeed.module_inject.layers import LinearAllreduce, SubParamColumnParallel
 from torch import Tensor, nn
 
 import woq_triton
@@ -44,22 +53,38 @@ def put_dequantized(quantized: nn.Module, dense: nn.Module, report: woq_triton.Q
         weight.data = module.qweight.dequantize(weight.dtype)
 
 
-def compare(name: str, dtype: str = "float32", alone: bool = False, **scheme: Any) -> dict[str, Any]:
+def is_aligned(layer: nn.Module, scheme: woq_triton.QuantScheme) -> bool:
+    """Whether the groups of this rank's shard are groups of the whole weight."""
+    sizes = getattr(layer, "_partition_sizes", None)
+    if sizes is None:  # not sharded
+        return True
+    split_dim = 1 if isinstance(layer, LinearAllreduce) else 0
+    if split_dim != scheme.group_dim:
+        return True
+    if isinstance(layer, SubParamColumnParallel):  # made of pieces from several places
+        return False
+    return all(sum(sizes[:rank]) % scheme.group_size == 0 for rank in range(len(sizes)))
+
+
+def compare(name: str, dtype: str = "float32", **scheme: Any) -> dict[str, Any]:
     """Quantize a sharded model and measure how far its logits are from where they should be.
 
     Args:
         name: The family.
         dtype: Of the weights and activations.
-        alone: Whether to compare with one process that holds the whole quantized model.
         scheme: Settings of the quantization.
 
     Returns:
-        ``kernel``: distance from the AutoTP model whose shards hold the dequantized weights;
-        ``quantization``: from the AutoTP model with its own weights; ``alone``: from the unsharded
-        quantized model; and names of the layers by class and of what was left alone.
+        Relative distances of logits: ``stock``, AutoTP's from the unsharded model's before anything is
+        quantized; ``kernel``, the quantized model's from an AutoTP model whose shards hold the
+        dequantized weights; ``alone``, from the whole model quantized by one process, where both
+        quantized the same layers and every shard is whole groups (None where not); ``quantization``, from the weights' own. And the
+        names of the layers by class, what was left alone, and bytes.
     """
     torch_dtype = getattr(torch, dtype)
     batch = families.inputs(name)
+    whole = families.build(name, torch_dtype)
+    unsharded = logits(whole, batch)
     quantized = shard(families.build(name, torch_dtype), torch_dtype)
     before = logits(quantized, batch)
     report = woq_triton.quantize_model(quantized, config(**scheme))
@@ -69,16 +94,151 @@ def compare(name: str, dtype: str = "float32", alone: bool = False, **scheme: An
     kinds: dict[str, list[str]] = {}
     for layer in report.layers:
         kinds.setdefault(layer.kind, []).append(layer.name)
-    result = {
+    alone = woq_triton.quantize_model(whole, config(**scheme))
+    same = {layer.name for layer in alone.layers} == {layer.name for layer in report.layers}
+    same = same and all(is_aligned(dense.get_submodule(layer.name), layer.scheme) for layer in report.layers)
+    return {
+        "stock": relative(before, unsharded),
         "kernel": relative(got, logits(dense, batch)),
+        "alone": relative(got, logits(whole, batch)) if same else None,
         "quantization": relative(got, before),
         "kinds": kinds,
         "skipped": {layer.name: layer.reason for layer in report.skipped},
         "bytes": (report.bytes_before, report.bytes_after, report.bytes_skipped),
         "finite": bool(got.isfinite().all()),
     }
-    if alone:
-        whole = families.build(name, torch_dtype)
-        woq_triton.quantize_model(whole, config(**scheme))
-        result["alone"] = relative(got, logits(whole, batch))
+
+
+def outcome(function: Any, *args: Any) -> tuple[str, str]:
+    """Type and message of what a call raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing was raised", ""
+
+
+def empty_shards(name: str) -> int:
+    """How many of this rank's quantized weights have no rows or no columns."""
+    model = shard(families.build(name), torch.float32)
+    report = woq_triton.quantize_model(model, config())
+    return sum(0 in layer.shape for layer in report.layers)
+
+
+def nan_on_rank(rank: int) -> tuple[str, str, bool]:
+    """Quantize a model whose weights are broken on one rank."""
+    model = shard(families.build("llama"), torch.float32)
+    if torch.distributed.get_rank() == rank:
+        model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
+    kinds = [type(module) for module in model.modules()]
+    kind, message = outcome(woq_triton.quantize_model, model, config())
+    return kind, message, kinds == [type(module) for module in model.modules()]
+
+
+def failure_while_converting() -> tuple[str, str]:
+    """Let rank 0 run into an error after the ranks agreed."""
+    model = shard(families.build("llama"), torch.float32)
+
+    def fail(done: int, total: int) -> None:
+        if torch.distributed.get_rank() == 0 and done == 3:
+            raise ValueError("no space left for progress")
+
+    return outcome(lambda: woq_triton.quantize_model(model, config(), on_layer=fail))
+
+
+def different_settings() -> tuple[str, str]:
+    """Quantize with another width on rank 1."""
+    model = shard(families.build("llama"), torch.float32)
+    bits = 8 if torch.distributed.get_rank() == 1 else 4
+    return outcome(woq_triton.quantize_model, model, config(num_bits=bits))
+
+
+def forward_replaced_on_rank_1() -> tuple[bool, list[str]]:
+    """Quantize where one rank cannot convert one layer."""
+    model = shard(families.build("llama"), torch.float32)
+    layer = model.model.layers[0].mlp.up_proj
+    if torch.distributed.get_rank() == 1:
+        layer.forward = layer.forward
+    report = woq_triton.quantize_model(model, config())
+    logits(model, families.inputs("llama"))
+    name = "model.layers.0.mlp.up_proj"
+    reasons = [layer.reason for layer in report.skipped if layer.name == name]
+    return any(layer.name == name for layer in report.layers), reasons
+
+
+def die_on_rank(rank: int) -> tuple[float, str]:
+    """Quantize while one rank is killed before it can agree."""
+    model = shard(families.build("llama"), torch.float32)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    kind, _ = outcome(woq_triton.quantize_model, model, config())
+    return time.monotonic() - start, kind
+
+
+def memory() -> dict[str, float]:
+    """Quantize a model of some 100 MB a rank and see what of the dense one is left."""
+    overrides = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 8000}
+    model = shard(families.build("llama", **overrides), torch.float32)
+    gc.collect()
+    watched = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
+    # A Parameter may outlive its layer; what must not is its storage.
+    before = resident_bytes()
+    report = woq_triton.quantize_model(model, config(group_size=128))
+    alive = [ref() for ref in watched]
+    converted = {tuple(layer.shape) for layer in report.layers}
+    return {
+        "dense weights alive": sum(p is not None and tuple(p.shape) in converted for p in alive),
+        "released": before - resident_bytes(),
+        "bytes before": report.bytes_before,
+        "bytes after": report.bytes_after,
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process, after the allocator gave back what it does not use."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def copies() -> dict[str, Any]:
+    """What a copied, a pickled and a reloaded model compute."""
+    batch = families.inputs("opt")
+    model = shard(families.build("opt"), torch.float32)
+    woq_triton.quantize_model(model, config())
+    want = logits(model, batch)
+    result: dict[str, Any] = {"deepcopy": relative(logits(copy.deepcopy(model), batch), want)}
+    other = shard(families.build("opt"), torch.float32)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
+    woq_triton.quantize_model(other, config())
+    other.load_state_dict(model.state_dict())
+    result["state_dict"] = relative(logits(other, batch), want)
+    layer = model.model.decoder.layers[0].fc2
+    unpickled = pickle.loads(pickle.dumps(layer))
+    x = torch.randn(3, layer.in_features)
+    result["unpickled"] = outcome(unpickled, x)[1]
+    unpickled.mp_group = layer.mp_group
+    result["with a group"] = relative(unpickled(x), layer(x))
     return result
+
+
+def attributes() -> list[str]:
+    """Names of attributes that a quantized layer answers differently than the layer it replaced."""
+    dense = shard(families.build("opt"), torch.float32)
+    quantized = shard(families.build("opt"), torch.float32)
+    report = woq_triton.quantize_model(quantized, config())
+    names = ["mp_group", "tp_world_size", "tp_index", "world_size", "rank", "name", "gather_output"]
+    wrong = []
+    for layer in report.layers:
+        old, new = dense.get_submodule(layer.name), quantized.get_submodule(layer.name)
+        wrong += [f"{layer.name}.{n}" for n in names if getattr(old, n, None) != getattr(new, n, None)]
+        for attribute in ("shape", "dtype", "device"):
+            if getattr(old.weight, attribute) != getattr(new.weight, attribute):
+                wrong.append(f"{layer.name}.weight.{attribute}")
+        bias = getattr(old, "bias", None)
+        if bias is not None and (new.bias is bias or not torch.equal(new.bias, bias)):
+            wrong.append(f"{layer.name}.bias")
+    return wrong

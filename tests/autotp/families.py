@@ -4,18 +4,19 @@ Sizes are chosen to be awkward where a family allows it: fewer KV heads than ran
 MLP widths that are no multiples of the group size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-HIDDEN = 64
+HIDDEN = 256
 LAYERS = 2
-_SMALL = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 150}
-_GATED = {**_SMALL, "intermediate_size": 172, "num_key_value_heads": 2}
-_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+VOCAB = 300
+MLP = 688  # 43 times 16, as 11008 is 43 times 256
+_SMALL = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "vocab_size": VOCAB}
+_GATED = {**_SMALL, "intermediate_size": MLP, "num_key_value_heads": 2}
+_MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Family:
         settings: What differs from the configuration's defaults.
         kind: ``causal``, ``masked`` or ``seq2seq``.
         max_tp: Ranks beyond which stock AutoTP itself fails.
-        quantized: Whether AutoTP shards it rightly, so that quantizing it has a meaning.
     """
 
     model: str
@@ -44,12 +44,12 @@ FAMILIES = {
     "llama-bias": Family(
         "LlamaForCausalLM", "LlamaConfig", {**_GATED, "attention_bias": True, "mlp_bias": True}
     ),
-    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GATED, "head_dim": 16}),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GATED, "head_dim": 32}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GATED),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GATED, "head_dim": 16}),
-    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GATED, "head_dim": 16}),
-    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {**_GATED, "head_dim": 16}),
-    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GATED, "head_dim": 16}),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GATED, "head_dim": 32}),
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GATED, "head_dim": 32}),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {**_GATED, "head_dim": 32}),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GATED, "head_dim": 32}),
     "stablelm": Family("StableLmForCausalLM", "StableLmConfig", _GATED),
     "granite": Family("GraniteForCausalLM", "GraniteConfig", _GATED),
     "cohere": Family("CohereForCausalLM", "CohereConfig", _GATED),
@@ -58,8 +58,8 @@ FAMILIES = {
         "OPTConfig",
         {
             **_SMALL,
-            "ffn_dim": 172,
-            "word_embed_proj_dim": 32,
+            "ffn_dim": MLP,
+            "word_embed_proj_dim": 128,
             "max_position_embeddings": 64,
             "pad_token_id": 1,
         },
@@ -67,7 +67,7 @@ FAMILIES = {
     "bloom": Family(
         "BloomForCausalLM",
         "BloomConfig",
-        {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150},
+        {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB},
     ),
     "falcon-40b": Family(
         "FalconForCausalLM",
@@ -80,13 +80,20 @@ FAMILIES = {
         "FalconConfig",
         {**_SMALL, "multi_query": False, "new_decoder_architecture": False, "alibi": False, "bias": True},
     ),
-    "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SMALL, "intermediate_size": 172}),
+    "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SMALL, "intermediate_size": MLP}),
     "gptj": Family(
         "GPTJForCausalLM",
         "GPTJConfig",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "rotary_dim": 8, "n_positions": 64},
+        {
+            "n_embd": HIDDEN,
+            "n_layer": 2,
+            "n_head": 8,
+            "vocab_size": VOCAB,
+            "rotary_dim": 16,
+            "n_positions": 64,
+        },
     ),
-    "phi": Family("PhiForCausalLM", "PhiConfig", {**_SMALL, "intermediate_size": 172}),
+    "phi": Family("PhiForCausalLM", "PhiConfig", {**_SMALL, "intermediate_size": MLP}),
     "starcoder2": Family("Starcoder2ForCausalLM", "Starcoder2Config", _GATED),
     "gpt_neo": Family(
         "GPTNeoForCausalLM",
@@ -94,62 +101,69 @@ FAMILIES = {
         {
             "hidden_size": HIDDEN,
             "num_layers": 2,
-            "num_heads": 4,
-            "vocab_size": 150,
+            "num_heads": 8,
+            "vocab_size": VOCAB,
             "attention_types": [[["global", "local"], 1]],
             "max_position_embeddings": 64,
-            "intermediate_size": 172,
+            "intermediate_size": MLP,
         },
     ),
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GATED, "num_local_experts": 4}),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**_GATED, **_MOE, "shared_expert_intermediate_size": 96}
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**_GATED, **_MOE, "shared_expert_intermediate_size": 192}
     ),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GATED, **_MOE, "head_dim": 16}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GATED, **_MOE, "head_dim": 32}),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         "DeepseekV2Config",
         {
             **_SMALL,
-            "intermediate_size": 172,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
+            "intermediate_size": MLP,
+            "num_key_value_heads": 8,
+            "moe_intermediate_size": 64,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
             "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
             "n_group": 1,
             "topk_group": 1,
             "topk_method": "greedy",
         },
     ),
-    "glm4": Family("Glm4ForCausalLM", "Glm4Config", {**_GATED, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": Family("Glm4ForCausalLM", "Glm4Config", {**_GATED, "head_dim": 32, "pad_token_id": 0}),
     "codegen": Family(
         "CodeGenForCausalLM",
         "CodeGenConfig",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "rotary_dim": 8, "n_positions": 64},
+        {
+            "n_embd": HIDDEN,
+            "n_layer": 2,
+            "n_head": 16,
+            "vocab_size": VOCAB,
+            "rotary_dim": 16,
+            "n_positions": 64,
+        },
     ),
     "mpt": Family(
-        "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "vocab_size": 150}
+        "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_layers": 2, "n_heads": 8, "vocab_size": VOCAB}
     ),
     "gpt_bigcode": Family(
         "GPTBigCodeForCausalLM",
         "GPTBigCodeConfig",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 150, "n_positions": 64},
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB, "n_positions": 64},
     ),
-    "bert": Family("BertForMaskedLM", "BertConfig", {**_SMALL, "intermediate_size": 172}, kind="masked"),
+    "bert": Family("BertForMaskedLM", "BertConfig", {**_SMALL, "intermediate_size": MLP}, kind="masked"),
     "roberta": Family(
-        "RobertaForMaskedLM", "RobertaConfig", {**_SMALL, "intermediate_size": 172}, kind="masked"
+        "RobertaForMaskedLM", "RobertaConfig", {**_SMALL, "intermediate_size": MLP}, kind="masked"
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
         "T5Config",
-        {"d_model": HIDDEN, "d_ff": 172, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 150},
+        {"d_model": HIDDEN, "d_ff": MLP, "d_kv": 32, "num_layers": 2, "num_heads": 8, "vocab_size": VOCAB},
         kind="seq2seq",
     ),
     "t5-gated": Family(
@@ -157,11 +171,11 @@ FAMILIES = {
         "T5Config",
         {
             "d_model": HIDDEN,
-            "d_ff": 172,
-            "d_kv": 16,
+            "d_ff": MLP,
+            "d_kv": 32,
             "num_layers": 2,
-            "num_heads": 4,
-            "vocab_size": 150,
+            "num_heads": 8,
+            "vocab_size": VOCAB,
             "feed_forward_proj": "gated-gelu",
             "tie_word_embeddings": False,
         },
@@ -192,16 +206,13 @@ def skew(model: nn.Module) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
                 continue
             spread = torch.rand(parameter.shape[-1], generator=generator) + 0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.06 * spread + 0.003)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.04 * spread + 0.003)
 
 
 def inputs(name: str) -> dict[str, Tensor]:
     """Token ids, and what else the family's forward asks for."""
-    ids = torch.randint(2, 150, (2, 9), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if FAMILIES[name].kind == "seq2seq":
         batch["decoder_input_ids"] = ids[:, :5]
     return batch
-
-
-Build = Callable[..., nn.Module]
