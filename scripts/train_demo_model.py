@@ -172,7 +172,7 @@ def batches(stream: torch.Tensor, recipe: Recipe, first_step: int) -> Iterator[t
 def mean_nll(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
     """Mean negative log-likelihood in nats a token, `ids` int64 `[tokens]`, in windows side by side."""
     total, count = 0.0, 0
-    for window in ids.split(CONTEXT):
+    for window in torch.split(ids, CONTEXT):
         if len(window) > 1:
             total += float(model(input_ids=window[None], labels=window[None]).loss) * (len(window) - 1)
             count += len(window) - 1
@@ -264,6 +264,63 @@ def continue_greedily(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+def write_folder(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    eval_text: str,
+    recipe: Recipe,
+    training_tokens: int,
+    output: Path,
+) -> None:
+    """Round the weights to bf16, measure them as stored, and write everything that ships."""
+    model.to(torch.bfloat16).float().eval()  # stored as bf16, computed with in fp32
+    eval_ids = torch.tensor(tokenizer(eval_text).input_ids)
+    nll = mean_nll(model, eval_ids)
+    perplexities = {"bfloat16, as stored": math.exp(nll)}
+    for scheme in SCHEMES:
+        name = f"int{scheme.num_bits} g{scheme.group_size}"
+        perplexities[name] = perplexity_quantized(model, eval_ids, scheme)
+    sample = continue_greedily(model, tokenizer, PROMPT)
+    config = model.config
+    model.generation_config = GenerationConfig(
+        do_sample=False, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=0
+    )
+    readme = README.format(
+        parameters=model.num_parameters(),
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        mlp=config.intermediate_size,
+        vocab=config.vocab_size,
+        context=CONTEXT,
+        steps=recipe.steps,
+        batch=recipe.batch_size,
+        tokens=training_tokens,
+        passes=recipe.steps * recipe.batch_size * CONTEXT / training_tokens,
+        perplexities="\n".join(f"| {name} | {value:.3f} |" for name, value in perplexities.items()),
+        bits=nll / math.log(2) * (len(eval_ids) - 1) / len(eval_text),
+        prompt=PROMPT,
+        sample=sample.strip().replace("\n", "\n> "),
+    )
+
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as partial:
+        model.to(torch.bfloat16).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (Path(partial) / "eval.txt").write_text(eval_text, encoding="utf-8")
+        (Path(partial) / "README.md").write_text(readme, encoding="utf-8")
+        for file in Path(partial).iterdir():
+            file.chmod(0o644)
+            os.replace(file, output / file.name)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    typer.echo(f"wrote {output}, {size / 1e6:.1f} MB; perplexity on eval.txt:")
+    for name, perplexity in perplexities.items():
+        typer.echo(f"  {name}: {perplexity:.3f} ({perplexity / math.exp(nll) - 1:+.2%})")
+    typer.echo(f"{PROMPT}{sample}")
+
+
 def main(
     text: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="Output of bible -f Gen1:1-Rev99:99.")
@@ -286,67 +343,18 @@ def main(
 
     tokenizer = train_tokenizer(chapters, vocab_size=2048)
     stream = torch.tensor(list(itertools.chain.from_iterable(tokenizer(chapters).input_ids)))
-    eval_ids = torch.tensor(tokenizer(eval_text).input_ids)
     validation = torch.tensor(tokenizer(validation_text).input_ids)
 
     config = llama_config(len(tokenizer))
     # Plain matmuls run faster than fused attention for windows this short on a CPU under autocast.
     model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
-    parameters = sum(p.numel() for p in model.parameters())
-    typer.echo(
-        f"{parameters:,} parameters; {len(stream):,} tokens to train on, {len(eval_ids):,} to evaluate on"
-    )
+    typer.echo(f"{model.num_parameters():,} parameters, {len(stream):,} tokens to train on")
 
     work.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(text.read_bytes() + repr((recipe, config.to_dict())).encode()).hexdigest()
     train(model, stream, validation, recipe, work / "checkpoint.pt", fingerprint)
 
-    # What is measured is what is stored: bf16 weights, computed with in fp32.
-    model.to(torch.bfloat16).float().eval()
-    nll = mean_nll(model, eval_ids)
-    perplexities = {"bfloat16, as stored": math.exp(nll)}
-    for scheme in SCHEMES:
-        perplexities[f"int{scheme.num_bits} g{scheme.group_size}"] = perplexity_quantized(
-            model, eval_ids, scheme
-        )
-    sample = continue_greedily(model, tokenizer, PROMPT)
-    model.generation_config = GenerationConfig(
-        do_sample=False, bos_token_id=0, eos_token_id=0, pad_token_id=0
-    )
-    readme = README.format(
-        parameters=parameters,
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        mlp=config.intermediate_size,
-        vocab=config.vocab_size,
-        context=CONTEXT,
-        steps=recipe.steps,
-        batch=recipe.batch_size,
-        tokens=len(stream),
-        passes=recipe.steps * recipe.batch_size * CONTEXT / len(stream),
-        perplexities="\n".join(f"| {name} | {value:.3f} |" for name, value in perplexities.items()),
-        bits=nll / math.log(2) * (len(eval_ids) - 1) / len(eval_text),
-        prompt=PROMPT,
-        sample=sample.strip().replace("\n", "\n> "),
-    )
-
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent) as partial:
-        model.to(torch.bfloat16).save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        (Path(partial) / "eval.txt").write_text(eval_text, encoding="utf-8")
-        (Path(partial) / "README.md").write_text(readme, encoding="utf-8")
-        for file in Path(partial).iterdir():
-            file.chmod(0o644)
-            os.replace(file, output / file.name)
-    size = sum(file.stat().st_size for file in output.iterdir())
-    typer.echo(f"wrote {output}, {size / 1e6:.1f} MB; perplexity on eval.txt:")
-    for name, perplexity in perplexities.items():
-        typer.echo(f"  {name}: {perplexity:.3f} ({perplexity / math.exp(nll) - 1:+.2%})")
-    typer.echo(f"{PROMPT}{sample}")
+    write_folder(model, tokenizer, eval_text, recipe, len(stream), output)
 
 
 if __name__ == "__main__":
