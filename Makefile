@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/woq-triton generate --tp 2 --num-bits 4 --group-size 64 --dtype float32 --compare-tp
+	@echo; echo "The same in bfloat16:"; echo
+	$(BIN)/woq-triton generate --tp 2 --num-bits 4 --group-size 64 --dtype bfloat16 --compare-tp --brief
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -11,7 +11,10 @@ def main() -> None:
         if (error.name or "").startswith("woq_triton"):
             raise
         sys.exit(f"woq-triton needs the package {error.name!r}: pip install 'woq_triton[autotp]'")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class Device(str, Enum):
 def generate(
     model: Annotated[
         str,
-        typer.Option(help="A folder, or a model id of the Hugging Face Hub.  [default: the shipped model]"),
+        typer.Option(
+            help="A folder, or a model id of the Hugging Face Hub.", show_default="the shipped model"
+        ),
     ] = "",
     tp: Annotated[int, typer.Option(help="Ranks to shard over, each a process on this machine.")] = 1,
     num_bits: Annotated[int, typer.Option(help="Bits a weight: 4 or 8.")] = 4,
@@ -48,7 +50,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "And the LORD said unto Moses,",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, greedily.")] = 32,
     text: Annotated[
-        Path | None, typer.Option(help="Text to measure perplexity on.  [default: the shipped one]")
+        Path | None, typer.Option(help="Text to measure perplexity on.", show_default="the shipped one")
     ] = None,
     eval_tokens: Annotated[int, typer.Option(help="Tokens of that text to use.")] = 512,
     compare_tp: Annotated[
@@ -57,6 +59,7 @@ def generate(
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Allow more ranks than there are CPU cores.")
     ] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out the table of layers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show what the ranks log, and the traceback of one that fails.")
@@ -87,11 +90,14 @@ def generate(
         raise typer.Exit(2) from None
     try:
         with tempfile.TemporaryDirectory(prefix="woq-triton-") as scratch:
-            summary = run_and_compare(options, Path(scratch), verbose)
+            summary, report = run_and_compare(options, Path(scratch), verbose)
     except RankFailed as error:
         typer.echo(error.describe(verbose), err=True)
         raise typer.Exit(1) from None
     except Interrupted:
         typer.echo("interrupted; all ranks have ended", err=True)
         raise typer.Exit(130) from None
-    typer.echo(json.dumps(summary, indent=2, allow_nan=False) if as_json else render(summary))
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        typer.echo(render(summary, None if brief else report))

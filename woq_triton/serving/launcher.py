@@ -13,10 +13,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOG_LINES_SHOWN = 15
 
 
@@ -82,8 +85,9 @@ def launch(
         RankFailed: A rank raised or died.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
     """
-    # Its account of a failure, a screen long, comes on top of ours.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Their account of a failure, a screen long, would come on top of ours.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -97,12 +101,27 @@ def launch(
         shutdown_timeout=5,
     )
     try:
-        results = elastic_launch(config, _run)(function, arguments, str(logs), verbose)
+        with _signal_handlers_restored():
+            results = elastic_launch(config, _run)(function, arguments, str(logs), verbose)
     except ChildFailedError as error:
         raise _explain(error, logs) from None
     except (SignalException, KeyboardInterrupt):
         raise Interrupted from None
     return [results[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def _signal_handlers_restored() -> Iterator[None]:
+    """Undo the handlers that torch's launcher installs and leaves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], logs: str, verbose: bool) -> Any:
@@ -150,25 +169,14 @@ def _write(failure: _Failure, logs: Path) -> None:
 
 def _explain(error: ChildFailedError, logs: Path) -> RankFailed:
     """The first failure: a rank that died without a word, else the earliest that left one."""
-    rank, first = error.get_first_failure()
-    failures = [
-        _Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in logs.glob("rank*.failure")
-    ]
-    if failures and all(failure.rank != rank for failure in failures) and first.exitcode >= 0:
-        rank = min(failures, key=lambda failure: failure.time).rank
-    told = [failure for failure in failures if failure.rank == rank]
-    if first.exitcode >= 0 and failures:
-        earliest = min(failures, key=lambda failure: failure.time)
-        return RankFailed(earliest.rank, earliest.message, earliest.details)
-    if told:
-        return RankFailed(rank, told[0].message, told[0].details)
+    rank, exit_of = error.get_first_failure()
+    failures = [_Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in logs.glob("*.failure")]
+    if any(failure.rank == rank for failure in failures):
+        first = min(failures, key=lambda failure: failure.time)
+        return RankFailed(first.rank, first.message, first.details)
     log = logs / f"rank{rank}.log"
-    tail = (
-        log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-        if log.exists()
-        else []
-    )
-    return RankFailed(rank, _how_it_ended(first.exitcode), "\n".join(tail))
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return RankFailed(rank, _how_it_ended(exit_of.exitcode), "\n".join(lines[-_LOG_LINES_SHOWN:]))
 
 
 def _how_it_ended(exitcode: int) -> str:

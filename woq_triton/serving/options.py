@@ -102,7 +102,7 @@ def _check_ranks(options: GenerateOptions) -> None:
 
 
 def _check_model(model: str) -> None:
-    folder = Path(model).expanduser()
+    folder = Path(model)
     if folder.is_dir():
         config = folder / "config.json"
         try:

@@ -30,7 +30,7 @@ class Phase:
         pieces: Each token decoded alone.
         nll: Mean negative log-likelihood of the evaluation text, in nats a token.
         weight_bytes: Parameters and buffers of this rank.
-        resident_bytes: This rank's memory before it generates.
+        resident_bytes: This rank's memory after all was measured.
         peak_bytes: The most while it generates.
     """
 
@@ -146,7 +146,6 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
     prompt_ids, windows = prompt_ids.to(device), [window.to(device) for window in windows]
 
     def measure_phase(name: str) -> tuple[Phase, float]:
-        resident = memory.resident()
         memory.reset_peak()
         with progress.stage(f"{name}: text", options.max_new_tokens, "token") as step:
             pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -162,13 +161,12 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
             [tokenizer.decode([token]) for token in generation.tokens],
             nll,
             measure.weight_bytes(engine.module),
-            resident,
+            memory.resident(),
             peak,
         )
         return phase, kl
 
     dense, _ = measure_phase("dense")
-    memory.resident()
     memory.reset_peak()
     with progress.stage("quantizing", unit="layer") as on_layer:
         report = quantize_model(engine.module, _ds_config(options), on_layer=on_layer)

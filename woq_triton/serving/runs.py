@@ -15,13 +15,16 @@ Summary = dict[str, Any]
 """What `--json` prints."""
 
 
-def run_and_compare(options: GenerateOptions, scratch: Path, verbose: bool) -> Summary:
+def run_and_compare(options: GenerateOptions, scratch: Path, verbose: bool) -> tuple[Summary, str]:
     """Run the model on its ranks, and on one rank as well if the options ask for it.
 
     Args:
         options: Checked options.
         scratch: An empty folder.
         verbose: Let ranks log to standard error.
+
+    Returns:
+        The summary, and rank 0's quantization report as text.
 
     Raises:
         RankFailed: A rank failed.
@@ -32,7 +35,7 @@ def run_and_compare(options: GenerateOptions, scratch: Path, verbose: bool) -> S
     if options.compare_tp:
         alone = _run(replace(options, tp=1), scratch, verbose)[0]
         summary["tp_comparison"] = _compare_tp(options, results[0], alone, scratch)
-    return summary
+    return summary, str(results[0].report)
 
 
 def _run(options: GenerateOptions, scratch: Path, verbose: bool) -> list[RankResult]:
@@ -74,8 +77,8 @@ def _summarize(options: GenerateOptions, results: list[RankResult]) -> Summary:
         "first_difference": first_difference(first.dense, first.quantized),
         "text_file": options.text_file,
         "eval_tokens": first.eval_tokens,
-        "kl_divergence_nats": first.kl,
-        "perplexity_change": math.expm1(first.quantized.nll - first.dense.nll),
+        "kl_divergence_nats": _finite(first.kl),
+        "perplexity_change": _finite(_exp(first.quantized.nll - first.dense.nll) - 1),
         "memory": [
             {
                 "rank": rank,
@@ -93,7 +96,6 @@ def _summarize(options: GenerateOptions, results: list[RankResult]) -> Summary:
             for rank, result in enumerate(results)
         ],
         "report": first.report.to_dict(),
-        "report_text": str(first.report),
     }
 
 
@@ -103,8 +105,20 @@ def _summarize_phase(phase: Phase) -> Summary:
         "tokens": phase.generation.tokens,
         "prefill_tokens_per_second": phase.generation.prefill_tokens_per_second,
         "decode_tokens_per_second": phase.generation.decode_tokens_per_second,
-        "perplexity": math.exp(phase.nll),
+        "perplexity": _finite(_exp(phase.nll)),
     }
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def first_difference(phase: Phase, other: Phase) -> Summary | None:

@@ -6,16 +6,17 @@ from woq_triton.report import format_bytes
 from woq_triton.scheme import QuantScheme
 
 
-def render(summary: dict[str, Any]) -> str:
-    """Lay out a summary, as `woq_triton.serving.runs` makes it, as plain text."""
+def render(summary: dict[str, Any], report: str | None) -> str:
+    """Lay out a summary of `woq_triton.serving.runs` as plain text, with rank 0's report if given."""
     scheme = QuantScheme.from_dict(summary["scheme"])
     ranks = f"{summary['tp']} rank{'s' if summary['tp'] > 1 else ''}"
     parts = [
         f"{summary['model']} on {ranks}, {summary['device']}, {summary['dtype']}, quantized to {scheme}",
-        ("on rank 0:\n" if summary["tp"] > 1 else "") + summary["report_text"],
         _measurements(summary),
         _texts(summary),
     ]
+    if report is not None:
+        parts.insert(1, ("on rank 0:\n" if summary["tp"] > 1 else "") + report)
     if "tp_comparison" in summary:
         parts.append(_tp_comparison(summary))
     return "\n\n".join(parts)
@@ -35,18 +36,22 @@ def _measurements(summary: dict[str, Any]) -> str:
             note = f"{format_bytes(memory['start_bytes'])} before loading" if title == "memory" else ""
             rows.append((label + title, values[0], values[1], note))
     for title, field in (("prefill", "prefill_tokens_per_second"), ("decode", "decode_tokens_per_second")):
-        rows.append((f"{title}, tokens/s", _number(dense[field]), _number(quantized[field]), ""))
-    change = f"{summary['perplexity_change']:+.2%} over {summary['eval_tokens']} tokens"
-    rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{quantized['perplexity']:.3f}", change))
-    rows.append(("KL divergence", "", f"{summary['kl_divergence_nats']:.4g}", "nats a token, mean"))
+        rows.append(
+            (f"{title}, tokens/s", _number(dense[field], ".1f"), _number(quantized[field], ".1f"), "")
+        )
+    change = _number(summary["perplexity_change"], "+.2%")
+    perplexities = [_number(phase["perplexity"], ".3f") for phase in (dense, quantized)]
+    rows.append(("perplexity", *perplexities, f"{change} over {summary['eval_tokens']} tokens"))
+    rows.append(("KL divergence", "", _number(summary["kl_divergence_nats"], ".4g"), "nats a token, mean"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {note}".rstrip() for a, b, c, note in rows
     )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _number(value: float | None, form: str) -> str:
+    """A number, or the sign for one that is not there or not finite."""
+    return "-" if value is None else format(value, form)
 
 
 def _texts(summary: dict[str, Any]) -> str:
