@@ -14,8 +14,9 @@ import torch
 from deepspeed.module_inject.layers import LinearAllreduce, SubParamColumnParallel
 from torch import Tensor, nn
 
-import woq_triton
+import woq_triton.autotp
 from tests.autotp import families
+from woq_triton.modules import QuantizedModule
 
 
 def config(**settings: Any) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def shard(model: nn.Module, dtype: torch.dtype, **options: Any) -> nn.Module:
     """The model after AutoTP."""
     import deepspeed
 
-    options.setdefault("tensor_parallel", {"tp_size": torch.distributed.get_world_size()})
+    if "mp_size" not in options:
+        options.setdefault("tensor_parallel", {"tp_size": torch.distributed.get_world_size()})
     engine = deepspeed.init_inference(model, dtype=dtype, replace_with_kernel_inject=False, **options)
     module: nn.Module = engine.module
     return module
@@ -78,8 +80,8 @@ def compare(name: str, dtype: str = "float32", **scheme: Any) -> dict[str, Any]:
         Relative distances of logits: ``stock``, AutoTP's from the unsharded model's before anything is
         quantized; ``kernel``, the quantized model's from an AutoTP model whose shards hold the
         dequantized weights; ``alone``, from the whole model quantized by one process, where both
-        quantized the same layers and every shard is whole groups (None where not); ``quantization``, from the weights' own. And the
-        names of the layers by class, what was left alone, and bytes.
+        quantized the same layers and every shard is whole groups (None where not); ``quantization``,
+        from the weights' own. And the names of the layers by class, what was left alone, and bytes.
     """
     torch_dtype = getattr(torch, dtype)
     batch = families.inputs(name)
@@ -242,3 +244,37 @@ def attributes() -> list[str]:
         if bias is not None and (new.bias is bias or not torch.equal(new.bias, bias)):
             wrong.append(f"{layer.name}.bias")
     return wrong
+
+
+def sample(dtype: str, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """DeepSpeed's own call on a sharded model, as users write it.
+
+    Args:
+        dtype: Of the model; ``float16`` is cast to after sharding, which DeepSpeed refuses on CPU.
+        settings: ``post_init_quant``.
+        options: How ``init_inference`` is told the number of ranks.
+    """
+    woq_triton.autotp.install()
+    try:
+        from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
+
+        torch_dtype = getattr(torch, dtype)
+        first = torch.float32 if dtype == "float16" else torch_dtype
+        batch = families.inputs("llama")
+        model = shard(families.build("llama", first), first, **options).to(torch_dtype)
+        before = logits(model, batch)
+        ds_config = {"weight_quantization": {"post_init_quant": settings}}
+        returned = _init_group_wise_weight_quantization(model, ds_config)
+        dense = shard(families.build("llama", first), first, **options).to(torch_dtype)
+        for name, module in model.named_modules():
+            if isinstance(module, QuantizedModule):
+                dense.get_submodule(name).weight.data = module.qweight.dequantize(torch_dtype)
+        got = logits(model, batch)
+        return {
+            "returned the model": returned is model,
+            "quantized": sum(isinstance(module, QuantizedModule) for module in model.modules()),
+            "kernel": relative(got, logits(dense, batch)),
+            "quantization": relative(got, before),
+        }
+    finally:
+        woq_triton.autotp.uninstall()

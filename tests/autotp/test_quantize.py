@@ -6,8 +6,6 @@ import pytest
 
 from tests.autotp import ranks
 
-pytest.importorskip("deepspeed")
-
 CASES = "tests.autotp.cases"
 
 # The quantized model and its dense twin differ in the order of fp32 sums, or in the roundings of bf16
