@@ -37,7 +37,7 @@ USERS = {
     "deepspeed": ["woq_triton.autotp", "woq_triton.serving"],
     "transformers": ["woq_triton.serving"],
     "huggingface_hub": ["woq_triton.serving"],
-    "tqdm": ["woq_triton.serving"],
+    "tqdm": ["woq_triton.commands", "woq_triton.serving"],
     "typer": ["woq_triton.cli", "woq_triton.commands"],
 }
 

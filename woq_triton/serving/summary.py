@@ -24,7 +24,7 @@ def render(summary: dict[str, Any], report: str | None) -> str:
 
 def _measurements(summary: dict[str, Any]) -> str:
     dense, quantized = summary["dense"], summary["quantized"]
-    rows = [("", "dense", "quantized", "")]
+    rows: list[tuple[str, ...]] = [("", "dense", "quantized", "")]
     for memory in summary["memory"]:
         label = f"rank {memory['rank']}: "
         for title, field in (
