@@ -3,7 +3,7 @@
 A weight-only matrix product at small M reads every packed weight once and does little else. Per weight
 it needs
 
-    memory     bytes / bandwidth                                   bytes = packed code + its share of scale, min
+    memory     bytes / bandwidth                                   bytes: packed code, share of scale and min
     issue      lane-instructions / (lanes * processors * clock)    one instruction a scheduler and cycle
     pipes      of these, integer ones / (alu_lanes * ...), multiply-adds / (fma_lanes * ...)
     tensor     2 * BLOCK_M operations / matrix rate
@@ -152,7 +152,7 @@ CHIPS = {
         matrix_rate=989e12,
         shared=228 * _KIB,
         shared_program=227 * _KIB,
-        source=f"NVIDIA H200 datasheet, Hopper architecture whitepaper (clock: the one its matrix rate implies); {_GUIDE}",
+        source=f"NVIDIA H200 datasheet (clock: what its matrix rate implies), Hopper whitepaper; {_GUIDE}",
     ),
     "sm_100": _nvidia(
         "B200",
@@ -163,7 +163,7 @@ CHIPS = {
         matrix_rate=2250e12,
         shared=228 * _KIB,
         shared_program=227 * _KIB,
-        source=f"NVIDIA DGX B200 datasheet (clock: the one its matrix rate implies, 8192 operations a cycle); {_GUIDE}",
+        source=f"NVIDIA DGX B200 datasheet (clock: what its matrix rate implies); {_GUIDE}",
     ),
     "gfx942": Chip(
         name="MI300X",

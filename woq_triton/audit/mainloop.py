@@ -49,6 +49,11 @@ class MainLoop:
         """Instructions that need one execution pipe."""
         return sum(instruction.pipe == name for instruction in self.instructions)
 
+    def products(self) -> int:
+        """Matrix instructions, or where there are none the multiply-adds of a lane."""
+        matrix = sum(instruction.kind == "matrix" for instruction in self.instructions)
+        return matrix or sum(_multiply_adds(instruction.name) for instruction in self.instructions)
+
     def matrix(self) -> dict[str, int]:
         """Matrix instructions by name."""
         names = [instruction.name for instruction in self.instructions if instruction.kind == "matrix"]
@@ -65,12 +70,17 @@ class MainLoop:
         return count
 
 
-def find_main_loop(program: Program) -> MainLoop:
-    """The innermost loop with most matrix instructions, or all of a program without a loop."""
+def find_main_loop(program: Program, looped: bool = True) -> MainLoop:
+    """The innermost loop with most matrix instructions, or all of a program without a loop.
+
+    Args:
+        program: The disassembled kernel.
+        looped: Whether the source has a main loop. Without one, machine loops only wait or retry.
+    """
     spans = []
     for index, instruction in enumerate(program.instructions):
         start = program.labels.get(instruction.target)
-        if start is not None and start < index:
+        if looped and start is not None and start < index:
             spans.append((start, index + 1))
     inner = [
         span
@@ -132,6 +142,13 @@ class _Graph:
         return reached
 
 
+def _multiply_adds(name: str) -> int:
+    """fp32 multiply-adds of a lane that an instruction does."""
+    if name.startswith(("FFMA2", "v_pk_fma_f32")):
+        return 2
+    return int(name.startswith(("FFMA", "v_fma_f32", "v_fmac_f32")))
+
+
 def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
     graph = _Graph(body)
     addresses = graph.backward(
@@ -145,14 +162,14 @@ def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
         if not register.startswith(("P", "UP"))
     )
     has_matrix = any(instruction.kind == "matrix" for instruction in body)
-    classes = []
+    classes: list[str] = []
     for index, instruction in enumerate(body):
         kind = instruction.kind
         if kind in ("matrix", "memory"):
             classes.append(kind)
         elif kind == "float":
-            multiply_add = instruction.name.startswith(("FFMA", "v_fma", "v_pk_fma", "v_fmac"))
-            classes.append("matrix" if multiply_add and not has_matrix else "scale")
+            product = _multiply_adds(instruction.name) and not has_matrix
+            classes.append("matrix" if product else "scale")
         elif kind == "control":
             classes.append("other")
         elif index in addresses:

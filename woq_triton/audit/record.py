@@ -114,16 +114,16 @@ def measure(
     if chip is None:
         raise AuditError(f"no chip known for {compiled.arch}: choose from {', '.join(CHIPS)}")
     reader = amdgcn if compiled.arch.startswith("gfx") else sass
-    loop = find_main_loop(reader.parse(compiled.assembly))
     source = ttgir.read(compiled.ttgir)
-    unrolled = _unrolled(loop, source, compiled)
+    loop = find_main_loop(reader.parse(compiled.assembly), source.looped)
     weights = weights_per_iteration or source.packed_words * source.word_bits // num_bits
     if weights == 0:
         raise AuditError(
             f"{compiled.launch.name} for {compiled.arch} loads no packed weights in its main loop"
         )
-    weights *= unrolled
     threads = compiled.num_warps * chip.warp
+    unrolled = _unrolled(loop, source.matrix_instructions or block_m * weights // threads)
+    weights *= unrolled
     per_weight = threads / weights
     resident = chip.resident_programs(compiled.registers, compiled.shared_bytes, compiled.num_warps)
     tile_bytes = source.packed_words * source.word_bits // 8
@@ -163,17 +163,11 @@ def measure(
     )
 
 
-def _unrolled(loop: MainLoop, source: ttgir.Loop, compiled: Compiled) -> int:
-    """Iterations of the IR's loop in one of the machine loop, by their matrix instructions."""
-    if loop.looped != source.looped or source.matrix_instructions == 0:
+def _unrolled(loop: MainLoop, expected: int) -> int:
+    """Source iterations in one of the machine loop, by the products that each needs."""
+    if not loop.looped or expected == 0:
         return 1
-    found = sum(loop.matrix().values()) or loop.count(["matrix"])
-    if found < source.matrix_instructions:
-        raise AuditError(
-            f"{compiled.launch.name} for {compiled.arch}: {found} matrix instructions in the main loop, "
-            f"{source.matrix_instructions} expected"
-        )
-    return found // source.matrix_instructions
+    return max(1, loop.products() // expected)
 
 
 def _predict(

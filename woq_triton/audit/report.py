@@ -62,7 +62,8 @@ def table(records: Sequence[Record]) -> str:
 def legend(archs: Iterable[str]) -> list[str]:
     """The budget's formula with each chip's numbers and their source."""
     lines = [
-        "lanes/w: lane-instructions per weight in the main loop, then by class; res: programs a processor holds;",
+        "lanes/w: lane-instructions per weight in the main loop, then by class; "
+        "res: programs a processor holds;",
         "pred%: predicted share of memory bandwidth, a bound and not a measurement;",
         "budget = lanes * bytes_per_weight / (bandwidth / (processors * clock)):",
     ]
@@ -70,8 +71,8 @@ def legend(archs: Iterable[str]) -> list[str]:
         chip = CHIPS[arch]
         lines.append(
             f"  {arch} {chip.name}: {chip.lanes} lanes, {chip.bandwidth / 1e12:.3g} TB/s, {chip.processors} "
-            f"processors, {chip.clock / 1e9:.3g} GHz; {chip.bytes_needed_in_flight() / 1024:.0f} KiB a processor "
-            f"in flight ({chip.source})"
+            f"processors, {chip.clock / 1e9:.3g} GHz; {chip.bytes_needed_in_flight() / 1024:.0f} KiB in "
+            f"flight a processor ({chip.source})"
         )
     return lines
 

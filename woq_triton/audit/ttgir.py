@@ -1,6 +1,7 @@
 """Reads from Triton's GPU IR what machine code no longer tells: shapes.
 
-The main loop of the IR (the innermost ``scf.for`` with products, else the whole kernel) says how many
+The main loop of the IR (the innermost ``scf.for`` with products, else with loads, else the whole kernel)
+says how many
 packed words one iteration loads and which products it makes. The number of machine instructions that
 those products need is then compared with the number in the machine loop: it tells how many iterations
 the compilers below unrolled into one.
@@ -8,6 +9,7 @@ the compilers below unrolled into one.
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _DOT = re.compile(
@@ -16,7 +18,8 @@ _DOT = re.compile(
 )
 _GEN5 = re.compile(r"tc_gen5_mma\b.*?: *!ttg\.memdesc<(\d+)x(\d+)x(\w+).*?!ttg\.memdesc<(\d+)x(\d+)x")
 _LOAD = re.compile(
-    r"(?:tt\.load|buffer_load|async_copy_global_to_local|buffer_load_to_local)\b.*?: *(?:\(?)tensor<([\dx]+)x(?:!tt\.ptr<)?(\w+)"
+    r"(?:tt\.load|buffer_load|async_copy_global_to_local|buffer_load_to_local)\b"
+    r".*?: *(?:\(?)tensor<([\dx]+)x(?:!tt\.ptr<)?(\w+)"
 )
 _BUFFER_LOAD = re.compile(r"amdg\.buffer_load\b.*: *tensor<([\dx]+)x(\w+)")
 _LAYOUT = re.compile(r"^#(\w+) = #ttg\.(nvidia_mma|amd_mfma|blocked)<\{(.*)\}>", re.MULTILINE)
@@ -47,12 +50,7 @@ def read(text: str) -> Loop:
     layouts = {name: (kind, fields) for name, kind, fields in _LAYOUT.findall(text)}
     lines = text.splitlines()
     loops = _loops(lines)
-    with_products = [span for span in loops if any(_is_product(line) for line in lines[slice(*span)])]
-    inner = [
-        span
-        for span in with_products
-        if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in with_products)
-    ]
+    inner = _innermost(loops, lines, _is_product) or _innermost(loops, lines, _integer_load)
     weigh = {span: sum(_is_product(line) for line in lines[slice(*span)]) for span in inner}
     start, end = max(inner, key=lambda span: weigh[span], default=(0, len(lines)))
     body = lines[start:end]
@@ -83,6 +81,18 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
                 spans.append((start, end + 1))
                 break
     return spans
+
+
+def _innermost(
+    loops: list[tuple[int, int]], lines: list[str], wanted: Callable[[str], object]
+) -> list[tuple[int, int]]:
+    """Loops with a line that is wanted, but no smaller such loop inside."""
+    found = [span for span in loops if any(wanted(line) for line in lines[slice(*span)])]
+    return [
+        span
+        for span in found
+        if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in found)
+    ]
 
 
 def _is_product(line: str) -> bool:
