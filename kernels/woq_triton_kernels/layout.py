@@ -61,20 +61,24 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
     return torch.stack((low, high), dim=-1).view(torch.int16).reshape(rows, width)
 
 
-def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
+def unpack(packed: Tensor, num_bits: int, in_features: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Undo `pack`.
 
     Args:
         packed: ``[out_features, packed_width(in_features, num_bits)]`` int16.
         num_bits: 4 or 8.
         in_features: The number of codes in a row, without padding.
+        dtype: Integer dtype of the result; int16, the words' own, takes the least time.
 
     Returns:
-        ``[out_features, in_features]`` uint8.
+        ``[out_features, in_features]``, uint8 unless another dtype was asked for.
     """
     rows, width = packed.shape
-    words = words_per_block(num_bits)
-    halves = packed.contiguous().view(torch.uint8).view(rows, width // words, words, 2)
-    low, high = halves[..., 0], halves[..., 1]
-    planes = (low & 15, low >> 4, high & 15, high >> 4) if num_bits == 4 else (low, high)
-    return torch.stack(planes, dim=2).view(rows, width * len(planes))[:, :in_features]
+    length = words_per_block(num_bits)
+    words = packed.reshape(rows, width // length, length)
+    planes = CODES_PER_WORD[num_bits]
+    codes = torch.empty(rows, width // length, planes, length, dtype=dtype, device=packed.device)
+    for plane in range(planes):
+        shifted = words >> (num_bits * plane) if plane else words
+        torch.bitwise_and(shifted, 2**num_bits - 1, out=codes[:, :, plane])
+    return codes.view(rows, width * planes)[:, :in_features]
