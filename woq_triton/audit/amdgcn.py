@@ -109,12 +109,14 @@ def _kind(name: str, memory: bool) -> Kind:
         return "move"
     if re.match(r"v_cvt_\w*f(32|16)_\w*(u|i|ubyte)\d", name):
         return "convert"
-    if re.match(
-        r"v_(cvt|pk_(fma|mul|add|max|min)_f|pk_fma|fma|mul|add|sub|subrev|max|min|mac|fmac|mad|dot\d)\w*_(b?f)(16|32)",
-        name,
-    ):
+    if _FLOAT.match(name):
         return "float"
-    return "integer"
+    return "arrange" if name.startswith(("v_perm", "v_bfi", "v_pack", "v_alignb")) else "integer"
+
+
+_FLOAT = re.compile(
+    r"v_(cvt|(pk_)?(fma|mul|add|sub|subrev|max|min|mac|fmac|mad|dot\d)\w*_(b?f)(16|32)|(rcp|ldexp|med3)_f\d)"
+)
 
 
 def _bytes(name: str) -> int:

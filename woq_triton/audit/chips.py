@@ -86,9 +86,7 @@ class Chip:
         unit = self.register_unit
         lane_registers = -(-max(registers, 1) // unit) * unit
         by_registers = self.registers // (lane_registers * self.warp) // num_warps
-        by_shared = self.shared // (shared_bytes + self.shared_reserved)
-        if self.shared_reserved == 0 and shared_bytes == 0:
-            by_shared = self.max_programs
+        by_shared = self.shared // max(shared_bytes + self.shared_reserved, 1)
         return min(by_registers, by_shared, self.max_warps // num_warps, self.max_programs)
 
 

@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["matrix", "memory", "control", "float", "convert", "widen", "move", "integer"]
+Kind = Literal["matrix", "memory", "control", "float", "convert", "widen", "move", "arrange", "integer"]
 """What an instruction does by its name alone. "widen" extends a 16-bit float to 32 bits with integer
-instructions; "convert" goes from integer to float; "move" copies a register or sets a constant."""
+instructions; "convert" goes from integer to float; "move" copies a register or sets a constant; "arrange"
+picks bytes of two registers, as in pairing two 16-bit floats."""
 
 
 @dataclass(frozen=True)

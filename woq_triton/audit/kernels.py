@@ -26,8 +26,27 @@ class Task:
     changes: tuple[tuple[str, Any], ...] = ()
 
 
-def launch_of(problem: Problem, arch: str, changes: Mapping[str, Any] | None = None) -> tuple[Launch, Any]:
-    """What the package launches for a problem on an architecture, and the tile configuration it picks.
+@dataclass(frozen=True)
+class Use:
+    """How the package serves a problem on an architecture.
+
+    Attributes:
+        launch: What it launches.
+        config: The tile configuration, as a dict.
+        block_m: Rows of x that a program multiplies each weight with; 0 if it only dequantizes.
+        programs: Programs that it launches.
+        bytes_per_weight: Bytes that it must move for each weight.
+    """
+
+    launch: Launch
+    config: dict[str, Any]
+    block_m: int
+    programs: int
+    bytes_per_weight: float
+
+
+def use_of(problem: Problem, arch: str, changes: Mapping[str, Any] | None = None) -> Use:
+    """What the package launches for a problem on an architecture.
 
     Args:
         problem: The product.
@@ -38,8 +57,8 @@ def launch_of(problem: Problem, arch: str, changes: Mapping[str, Any] | None = N
         AuditError: Triton is missing or interprets, or a field does not exist.
     """
     try:
-        from woq_triton.backends.triton import launch
-        from woq_triton_kernels.tiles import pick_tile
+        from woq_triton.backends.triton import dequantize, launch
+        from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, FUSED_MAX_M, pick_tile
     except ModuleNotFoundError as error:
         raise AuditError("the audit needs Triton: pip install 'woq_triton[triton]'") from error
     from woq_triton_kernels.layout import packed_width
@@ -47,25 +66,30 @@ def launch_of(problem: Problem, arch: str, changes: Mapping[str, Any] | None = N
     dtype = getattr(torch, problem.dtype)
     M, N, K = problem.M, problem.N, problem.K
     size = problem.resolved_group_size
-    config = pick_tile(M, N, K, problem.num_bits, size, problem.group_dim, dtype, arch)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    packed = empty(N, packed_width(K, problem.num_bits), dtype=torch.int16)
+    scale = empty(*problem.metadata_shape)
+    minimum = None if problem.symmetric else empty(*problem.metadata_shape)
+    scheme = (problem.num_bits, size, problem.group_dim)
+    weight = (packed, scale, minimum)
+    if M > FUSED_MAX_M:
+        launches = record_launches(lambda: dequantize(*weight, *scheme, N, K, dtype), arch)
+        programs = -(-N // DEQUANTIZE_ROWS) * -(-K // 128)
+        moved = problem.bytes_per_weight + dtype.itemsize
+        return Use(launches[0], {"kernel": "dequantize"}, 0, programs, moved)
+    config = pick_tile(M, N, K, *scheme, dtype, arch)
     if changes:
         try:
             config = replace(config, **changes)
         except TypeError as error:
             raise AuditError(f"no such field of a tile: {', '.join(changes)} ({error})") from error
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
     x, out = empty(M, K), empty(M, N)
-    packed = empty(N, packed_width(K, problem.num_bits), dtype=torch.int16)
-    scale = empty(*problem.metadata_shape)
-    minimum = None if problem.symmetric else empty(*problem.metadata_shape)
-    scheme = (problem.num_bits, size, problem.group_dim)
-    launches = record_launches(lambda: launch(x, packed, scale, minimum, None, out, *scheme, config), arch)
-    if not launches:
-        raise AuditError(f"{problem} launches no kernel")
-    return launches[0], config
+    launches = record_launches(lambda: launch(x, *weight, None, out, *scheme, config), arch)
+    programs = -(-M // config.block_m) * -(-N // config.block_n) * config.split_k
+    return Use(launches[0], config.to_dict(), config.block_m, programs, problem.bytes_per_weight)
 
 
 def plan(
@@ -76,38 +100,39 @@ def plan(
     tasks: dict[tuple[str, str], Task] = {}
     for arch in archs:
         for problem in problems:
-            launch, _ = launch_of(problem, arch, changes)
-            known = tasks.get((arch, launch.key))
+            key = use_of(problem, arch, changes).launch.key
+            known = tasks.get((arch, key))
             if known is None:
-                tasks[arch, launch.key] = Task(problem, arch, 1, tuple((changes or {}).items()))
+                tasks[arch, key] = Task(problem, arch, 1, tuple((changes or {}).items()))
             else:
-                tasks[arch, launch.key] = replace(known, problems=known.problems + 1)
+                tasks[arch, key] = replace(known, problems=known.problems + 1)
     return list(tasks.values())
 
 
 def audit_task(task: Task, asm_folder: str | None = None) -> Record:
     """Compile and measure one kernel; its assembly goes to a file in `asm_folder`, if given."""
     problem = task.problem
-    launch, config = launch_of(problem, task.arch, dict(task.changes))
-    compiled = compile_launch(launch, task.arch)
+    use = use_of(problem, task.arch, dict(task.changes))
+    compiled = compile_launch(use.launch, task.arch)
     record = measure(
         compiled,
         num_bits=problem.num_bits,
-        bytes_per_weight=problem.bytes_per_weight,
-        block_m=config.block_m,
-        config=config.to_dict(),
+        bytes_per_weight=use.bytes_per_weight,
+        block_m=use.block_m,
+        programs=use.programs,
+        config=use.config,
         problem=problem.to_dict(),
         problems=task.problems,
     )
     if asm_folder is None:
         return record
-    path = Path(asm_folder) / f"{_file_name(problem, task.arch, config)}.asm"
+    path = Path(asm_folder) / f"{_file_name(problem, task.arch, use.config)}.asm"
     path.write_text(compiled.assembly)
     return replace(record, asm=str(path))
 
 
-def _file_name(problem: Problem, arch: str, config: Any) -> str:
-    fields = "-".join(str(value) for value in config.to_dict().values())
+def _file_name(problem: Problem, arch: str, config: dict[str, Any]) -> str:
+    fields = "-".join(str(value) for value in config.values())
     scheme = f"int{problem.num_bits}_g{problem.group_size}_dim{problem.group_dim}"
     scheme += "_symmetric" if problem.symmetric else ""
     shape = f"M{problem.M}_N{problem.N}_K{problem.K}"

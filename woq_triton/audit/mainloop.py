@@ -60,13 +60,19 @@ class MainLoop:
         return dict(sorted(Counter(names).items()))
 
     def weight_stores(self) -> int:
-        """Stores to shared memory of values that were unpacked in this loop."""
+        """Stores to shared memory of values that this loop took out of packed words.
+
+        Pairing two 16-bit values does not count as taking apart: activations are stored so as well.
+        """
         graph = _Graph(self.instructions)
         count = 0
         for index, instruction in enumerate(self.instructions):
             if instruction.stores_shared:
                 sources = graph.backward((index, register) for register in instruction.uses)
-                count += any(self.classes[source] == "unpack" for source in sources)
+                count += any(
+                    self.classes[source] == "unpack" and self.instructions[source].kind != "arrange"
+                    for source in sources
+                )
         return count
 
 
@@ -178,7 +184,7 @@ def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
             classes.append("unpack")
         elif kind == "widen" and index in products:
             classes.append("scale")
-        elif kind == "integer" and index in products:
+        elif kind in ("integer", "arrange") and index in products:
             classes.append("unpack")
         else:
             classes.append("other")

@@ -91,6 +91,7 @@ MODELS = {
 """Sizes from the models' published configurations."""
 
 DECODE_M = (1, 2, 4, 8, 16)
+PREFILL_M = (32, 64, 256, 1024)
 TENSOR_PARALLEL = (1, 2, 4, 8)
 GROUP_SIZES = (32, 64, 128, -1)
 DTYPES = ("float16", "bfloat16")

@@ -26,6 +26,8 @@ class Record:
         shared_bytes: Shared memory of a program.
         fits: Whether one program fits the chip.
         resident_programs: Programs that one processor holds at once.
+        programs: Programs of a launch for `problem`.
+        fill: `programs` over those of as many whole rounds of all processors.
         matrix: Matrix instructions in the main loop, by name.
         weight_operand: Where matrix instructions take the left operand (the weights, in this package)
             from: "registers", "shared", "tensor" or "" without any.
@@ -34,6 +36,7 @@ class Record:
         shared_stores: Stores to shared memory in the main loop.
         weight_stores: Those of them that store unpacked weights.
         loop_instructions: Instructions in the main loop that a warp issues (AMD: scalar ones aside).
+        scalar_instructions: AMD's scalar ones, which issue beside the others.
         unrolled: Iterations of the source's loop in one of the machine loop.
         weights_per_thread_per_iteration: Weights that a program multiplies in one machine iteration,
             a thread's share.
@@ -59,6 +62,8 @@ class Record:
     shared_bytes: int
     fits: bool
     resident_programs: int
+    programs: int
+    fill: float
     matrix: dict[str, int]
     weight_operand: str
     global_loads: dict[str, int]
@@ -66,6 +71,7 @@ class Record:
     shared_stores: int
     weight_stores: int
     loop_instructions: int
+    scalar_instructions: int
     unrolled: int
     weights_per_thread_per_iteration: float
     lane_instructions_per_weight: float
@@ -89,6 +95,7 @@ def measure(
     num_bits: int,
     bytes_per_weight: float,
     block_m: int,
+    programs: int,
     config: dict[str, Any],
     problem: dict[str, Any],
     problems: int = 1,
@@ -101,6 +108,7 @@ def measure(
         num_bits: Bits of a weight's code.
         bytes_per_weight: Bytes that memory must deliver for each weight.
         block_m: Rows of x that a program multiplies each weight with.
+        programs: Programs of a launch for the problem.
         config: Stated in the record.
         problem: Stated in the record.
         problems: Stated in the record.
@@ -143,6 +151,8 @@ def measure(
         shared_bytes=compiled.shared_bytes,
         fits=resident > 0,
         resident_programs=resident,
+        programs=programs,
+        fill=round(programs / (-(-programs // chip.processors) * chip.processors), 4),
         matrix=loop.matrix(),
         weight_operand="+".join(sorted(lefts)),
         global_loads={str(width): loads[width] for width in sorted(loads)},
@@ -150,6 +160,7 @@ def measure(
         shared_stores=sum(instruction.stores_shared for instruction in loop.instructions),
         weight_stores=loop.weight_stores(),
         loop_instructions=loop.count(),
+        scalar_instructions=sum(instruction.scalar for instruction in loop.instructions),
         unrolled=unrolled,
         weights_per_thread_per_iteration=1 / per_weight,
         lane_instructions_per_weight=round(loop.count() * per_weight, 4),

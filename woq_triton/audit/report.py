@@ -11,8 +11,8 @@ from woq_triton.audit.mainloop import CLASSES
 from woq_triton.audit.record import Record
 
 _HEADER = (
-    "arch  M dtype bits group dim kernel tile split warps stages regs spill shared res matrix left 16B% "
-    "wstore lanes/w " + " ".join(CLASSES) + " budget bound pred% goals"
+    "arch  M dtype bits group dim kernel tile split programs fill% warps stages regs spill shared res "
+    "matrix left 16B% wstore lanes/w " + " ".join(CLASSES) + " budget bound pred% goals"
 ).split()
 
 
@@ -29,6 +29,8 @@ def _row(record: Record) -> list[str]:
         str(config.get("kernel", record.kernel)),
         f"{config.get('block_m', '-')}x{config.get('block_n', '-')}",
         str(config.get("split_k", "-")),
+        str(record.programs),
+        f"{100 * record.fill:.0f}",
         str(config.get("num_warps", "-")),
         str(config.get("num_stages", "-")),
         str(record.registers),

@@ -94,7 +94,7 @@ def _kind(base: str, modifiers: list[str], operands: list[str]) -> Kind:
         return "float"
     if _widens(base, modifiers, sources):
         return "widen"
-    return "integer"
+    return "arrange" if base == "PRMT" else "integer"
 
 
 def _is_zero(operand: str) -> bool:

@@ -15,6 +15,7 @@ from woq_triton.audit.problems import (
     DTYPES,
     GROUP_SIZES,
     MODELS,
+    PREFILL_M,
     TENSOR_PARALLEL,
     expand,
     parse_shape,
@@ -41,7 +42,7 @@ def audit(
     ] = None,
     m: Annotated[
         list[int] | None,
-        typer.Option("--m", "-M", help="Rows of x, repeatable.", show_default="1, 2, 4, 8, 16"),
+        typer.Option("--m", "-M", help="Rows of x, repeatable.", show_default="1 to 1024"),
     ] = None,
     num_bits: Annotated[
         list[int] | None, typer.Option(help="4 or 8, repeatable.", show_default="both")
@@ -87,7 +88,7 @@ def audit(
             shapes += shapes_of(model or MODELS, tp or TENSOR_PARALLEL)
         problems = expand(
             shapes,
-            ms=m or DECODE_M,
+            ms=m or (*DECODE_M, *PREFILL_M),
             num_bits=num_bits or (4, 8),
             group_sizes=group_size or GROUP_SIZES,
             group_dims=(1, 0) if group_dim is None else group_dim,
