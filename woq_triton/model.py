@@ -113,6 +113,7 @@ def quantize_model(
     converters: Sequence[Converter] = (convert_plain,),
     agree: Agree = agree_alone,
     on_layer: Callable[[int, int], None] | None = None,
+    report: QuantizationReport | None = None,
 ) -> QuantizationReport:
     """Quantize a model's layers in place and freeze it, as `woq_triton.quantize_model` documents.
 
@@ -122,6 +123,7 @@ def quantize_model(
         converters: Asked in turn what to do with a layer; the first that knows decides.
         agree: Settles the verdict with other ranks before anything changes.
         on_layer: Called with (layers done, layers in all) after each layer.
+        report: What was quantized before, one layer at a time; the rest is added to it.
 
     Raises:
         TypeError: An unsupported weight.
@@ -129,14 +131,16 @@ def quantize_model(
             weight cannot be quantized; nothing was changed.
     """
     plan, error = None, None
+    report = report or QuantizationReport()
     try:
-        plan = make_plan(model, parse_config(ds_config), converters)
+        plan = make_plan(model, parse_config(ds_config), converters, [layer.name for layer in report.layers])
     except Exception as caught:  # every kind: a rank that failed has to tell the others
         error = caught
     plan = agree(plan, error)
-    report = QuantizationReport(skipped=plan.skipped, unmatched_keys=plan.unmatched_keys)
+    report.skipped += plan.skipped
+    report.unmatched_keys = plan.unmatched_keys
     done: dict[Tie, tuple[LayerReport, QuantizedWeight]] = {}
-    total = len(plan.layers)
+    total = len(report.layers) + len(plan.layers)
     while plan.layers:
         # A layer is forgotten as soon as it is replaced, so that its dense weight can go.
         report.layers.append(_replace(model, plan.layers.pop(0), done))
@@ -146,8 +150,16 @@ def quantize_model(
     return report
 
 
-def make_plan(model: nn.Module, schemes: Schemes, converters: Sequence[Converter]) -> Plan:
+def make_plan(
+    model: nn.Module, schemes: Schemes, converters: Sequence[Converter], finished: Sequence[str] = ()
+) -> Plan:
     """Decide what happens to each layer, and check every weight; changes nothing.
+
+    Args:
+        model: The model.
+        schemes: What the config says.
+        converters: Asked in turn what to do with a layer.
+        finished: Names of layers that were quantized before, by the same config.
 
     Raises:
         TypeError: An unsupported weight.
@@ -157,37 +169,57 @@ def make_plan(model: nn.Module, schemes: Schemes, converters: Sequence[Converter
     plan = Plan([], [], [])
     matched_keys: set[str] = set()
     for names, module in _named_layers(model):
-        verdict = next((v for v in (convert(module) for convert in converters) if v is not None), None)
-        if verdict is None and not _own_weights(module):
+        if names[0] in finished:
+            matched_keys.update(match[0] for match in (scheme_for(names[0], schemes),) if match)
             continue
-        match = _settle_match(names, schemes)
-        if match is None:
+        judged = judge(names, module, schemes, converters)
+        if judged is None:
             continue
-        key, scheme = match
-        if isinstance(module, QuantizedModule):
-            if scheme is None:
-                continue
-            raise ValueError(
-                f"layer {names[0]!r} is already quantized ({module.scheme}) and matched by the key {key!r}; "
-                "quantize a model once, or leave the layer alone with null"
-            )
+        key, verdict = judged
         matched_keys.add(key)
-        if scheme is None:
-            plan.skipped.append(_skip(names[0], module, f"left alone by the key {key!r}"))
-        elif verdict is None or isinstance(verdict, str):
-            unknown = f"{type(module).__name__} is not a layer that can be quantized"
-            plan.skipped.append(_skip(names[0], module, verdict or unknown))
-        elif (reason := _unfit(verdict.weight, scheme)) is not None:
-            plan.skipped.append(_skip(names[0], module, reason))
+        if isinstance(verdict, PlannedLayer):
+            plan.layers.append(verdict)
         else:
-            plan.layers.append(PlannedLayer(names, module, scheme, verdict, _tie(verdict.weight)))
+            plan.skipped.append(verdict)
     plan.unmatched_keys = [key for key in schemes if key != FALLBACK and key not in matched_keys]
     _settle_tied(model, plan)
-    if not plan.layers:
+    if not plan.layers and not finished:
         raise ValueError(_nothing_matched(model, schemes, plan))
     for layer in plan.layers:
         check_values(layer.conversion.weight, layer.scheme, f"layer {layer.names[0]!r}")
     return plan
+
+
+def judge(
+    names: tuple[str, ...], module: nn.Module, schemes: Schemes, converters: Sequence[Converter]
+) -> tuple[str, PlannedLayer | SkippedLayer] | None:
+    """The key that matches a module, and what is to happen to it; None if that is nothing.
+
+    Raises:
+        ValueError: Keys overlap, or the module is quantized already.
+    """
+    verdict = next((v for v in (convert(module) for convert in converters) if v is not None), None)
+    if verdict is None and not _own_weights(module):
+        return None
+    match = _settle_match(names, schemes)
+    if match is None:
+        return None
+    key, scheme = match
+    if isinstance(module, QuantizedModule):
+        if scheme is None:
+            return None
+        raise ValueError(
+            f"layer {names[0]!r} is already quantized ({module.scheme}) and matched by the key {key!r}; "
+            "quantize a model once, or leave the layer alone with null"
+        )
+    if scheme is None:
+        return key, _skip(names[0], module, f"left alone by the key {key!r}")
+    if verdict is None or isinstance(verdict, str):
+        unknown = f"{type(module).__name__} is not a layer that can be quantized"
+        return key, _skip(names[0], module, verdict or unknown)
+    if (reason := _unfit(verdict.weight, scheme)) is not None:
+        return key, _skip(names[0], module, reason)
+    return key, PlannedLayer(names, module, scheme, verdict, _tie(verdict.weight))
 
 
 def _named_layers(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Module]]:
@@ -277,6 +309,24 @@ def _replace(
     model: nn.Module, layer: PlannedLayer, done: dict[Tie, tuple[LayerReport, QuantizedWeight]]
 ) -> LayerReport:
     """Quantize one layer, put the new module in its places, and say what was done."""
+    module, report = convert_layer(layer, done)
+    for place in layer.names:
+        parent, _, attribute = place.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+    if layer.conversion.release is not None:
+        layer.conversion.release()
+    return report
+
+
+def convert_layer(
+    layer: PlannedLayer, done: dict[Tie, tuple[LayerReport, QuantizedWeight]]
+) -> tuple[QuantizedModule, LayerReport]:
+    """Make the quantized module for a layer.
+
+    Args:
+        layer: The verdict on the layer.
+        done: What became of the weights so far, for those that are tied to them; gets this one added.
+    """
     weight, name = layer.conversion.weight, layer.names[0]
     kind = type(layer.module).__name__
     if layer.tie in done:
@@ -298,12 +348,7 @@ def _replace(
         )
         done[layer.tie] = report, module.qweight
     _carry_over(layer.module, module)
-    for place in layer.names:
-        parent, _, attribute = place.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, module)
-    if layer.conversion.release is not None:
-        layer.conversion.release()
-    return report
+    return module, report
 
 
 def _carry_over(dense: nn.Module, quantized: nn.Module) -> None:

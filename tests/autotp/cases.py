@@ -6,13 +6,16 @@ import gc
 import os
 import pickle
 import signal
+import threading
 import time
 import weakref
 from typing import Any
 
 import torch
 from deepspeed.module_inject.layers import LinearAllreduce, SubParamColumnParallel
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_module_registration_hooks as module_hooks
 
 import woq_triton.autotp
 from tests.autotp import families
@@ -69,46 +72,75 @@ def is_aligned(layer: nn.Module, scheme: woq_triton.QuantScheme) -> bool:
 
 
 def compare(name: str, dtype: str = "float32", **scheme: Any) -> dict[str, Any]:
+    """`measure` for one scheme."""
+    result: dict[str, Any] = measure(name, dtype, [scheme])[0]
+    return result
+
+
+def measure(name: str, dtype: str, schemes: list[dict[str, Any]], text: bool = False) -> list[dict[str, Any]]:
     """Quantize a sharded model and measure how far its logits are from where they should be.
 
     Args:
         name: The family.
         dtype: Of the weights and activations.
-        scheme: Settings of the quantization.
+        schemes: Settings of the quantization; the model is built anew for each.
+        text: Whether to generate, too.
 
     Returns:
-        Relative distances of logits: ``stock``, AutoTP's from the unsharded model's before anything is
-        quantized; ``kernel``, the quantized model's from an AutoTP model whose shards hold the
-        dequantized weights; ``alone``, from the whole model quantized by one process, where both
+        For each scheme, relative distances of logits: ``stock``, AutoTP's from the unsharded model's
+        before anything is quantized; ``kernel``, the quantized model's from an AutoTP model whose shards
+        hold the dequantized weights; ``alone``, from the whole model quantized by one process, where both
         quantized the same layers and every shard is whole groups (None where not); ``quantization``,
-        from the weights' own. And the names of the layers by class, what was left alone, and bytes.
+        from the weights' own. ``text``: whether greedy text of the sharded quantized model equals that of
+        the dequantized one, and of the whole quantized one where it is comparable. And the names of the
+        layers by class, what was left alone, and bytes.
     """
     torch_dtype = getattr(torch, dtype)
     batch = families.inputs(name)
-    whole = families.build(name, torch_dtype)
-    unsharded = logits(whole, batch)
-    quantized = shard(families.build(name, torch_dtype), torch_dtype)
-    before = logits(quantized, batch)
-    report = woq_triton.quantize_model(quantized, config(**scheme))
-    got = logits(quantized, batch)
+    unsharded = logits(families.build(name, torch_dtype), batch)
     dense = shard(families.build(name, torch_dtype), torch_dtype)
-    put_dequantized(quantized, dense, report)
-    kinds: dict[str, list[str]] = {}
-    for layer in report.layers:
-        kinds.setdefault(layer.kind, []).append(layer.name)
-    alone = woq_triton.quantize_model(whole, config(**scheme))
-    same = {layer.name for layer in alone.layers} == {layer.name for layer in report.layers}
-    same = same and all(is_aligned(dense.get_submodule(layer.name), layer.scheme) for layer in report.layers)
-    return {
-        "stock": relative(before, unsharded),
-        "kernel": relative(got, logits(dense, batch)),
-        "alone": relative(got, logits(whole, batch)) if same else None,
-        "quantization": relative(got, before),
-        "kinds": kinds,
-        "skipped": {layer.name: layer.reason for layer in report.skipped},
-        "bytes": (report.bytes_before, report.bytes_after, report.bytes_skipped),
-        "finite": bool(got.isfinite().all()),
-    }
+    before = logits(dense, batch)
+    weights = {parameter: parameter.data.clone() for parameter in dense.parameters()}
+    results = []
+    for scheme in schemes:
+        quantized = shard(families.build(name, torch_dtype), torch_dtype)
+        report = woq_triton.quantize_model(quantized, config(**scheme))
+        got = logits(quantized, batch)
+        for parameter, data in weights.items():
+            parameter.data = data.clone()
+        put_dequantized(quantized, dense, report)
+        whole = families.build(name, torch_dtype)
+        alone = woq_triton.quantize_model(whole, config(**scheme))
+        same = {layer.name for layer in alone.layers} == {layer.name for layer in report.layers}
+        same = same and all(
+            is_aligned(dense.get_submodule(layer.name), layer.scheme) for layer in report.layers
+        )
+        kinds: dict[str, list[str]] = {}
+        for layer in report.layers:
+            kinds.setdefault(layer.kind, []).append(layer.name)
+        result = {
+            "stock": relative(before, unsharded),
+            "kernel": relative(got, logits(dense, batch)),
+            "alone": relative(got, logits(whole, batch)) if same else None,
+            "quantization": relative(got, before),
+            "kinds": kinds,
+            "skipped": {layer.name: layer.reason for layer in report.skipped},
+            "bytes": (report.bytes_before, report.bytes_after, report.bytes_skipped),
+            "finite": bool(got.isfinite().all()),
+        }
+        if text and families.FAMILIES[name].kind != "masked":
+            others = [dense, whole] if same else [dense]
+            ours = generate(quantized, batch)
+            result["text"] = all(torch.equal(ours, generate(other, batch)) for other in others)
+        results.append(result)
+    return results
+
+
+def generate(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Twelve greedy tokens for each prompt, with a KV cache."""
+    batch = {name: tensor for name, tensor in batch.items() if name != "decoder_input_ids"}
+    with torch.no_grad():
+        return model.generate(**batch, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True)
 
 
 def outcome(function: Any, *args: Any) -> tuple[str, str]:
@@ -278,3 +310,141 @@ def sample(dtype: str, settings: dict[str, Any], **options: Any) -> dict[str, An
         }
     finally:
         woq_triton.autotp.uninstall()
+
+
+def make_engine(name: str, how: str, folder: str, **overrides: Any) -> nn.Module:
+    """Shard a model that DeepSpeed gets in one of the ways it knows.
+
+    Args:
+        name: The family.
+        how: ``memory``, ``host`` (left in host memory by DeepSpeed), or the number of checkpoint files
+            from which DeepSpeed loads a model whose own parameters are on the meta device.
+        folder: For the checkpoint files, which are made if they are missing.
+        overrides: Settings of the configuration.
+    """
+    if how == "memory":
+        return shard(families.build(name, **overrides), torch.float32)
+    if how == "host":
+        return shard(families.build(name, **overrides), torch.float32, keep_module_on_host=True)
+    write_checkpoint(name, int(how), folder, **overrides)
+    model = families.build(name, empty=True, **overrides)
+    files = sorted(os.listdir(folder))
+    checkpoint = {"type": "ds_model", "checkpoints": files, "version": 1.0}
+    return shard(model, torch.float32, checkpoint=checkpoint, base_dir=folder)
+
+
+def write_checkpoint(name: str, files: int, folder: str, **overrides: Any) -> None:
+    """Write a family's weights into so many files, on rank 0; layers are not cut in two."""
+    if torch.distributed.get_rank() == 0:
+        weights = families.build(name, **overrides).state_dict()
+        layers: dict[str, list[str]] = {}
+        for key in weights:
+            layers.setdefault(key.rpartition(".")[0], []).append(key)
+        names = list(layers)
+        for index in range(files):
+            part = names[len(names) * index // files : len(names) * (index + 1) // files]
+            tensors = {key: weights[key].contiguous() for layer in part for key in layers[layer]}
+            save_file(tensors, os.path.join(folder, f"{index:05d}.safetensors"))
+        del weights
+        gc.collect()
+    torch.distributed.barrier()
+
+
+def policy_against_afterwards(name: str, how: str, folder: str, **scheme: Any) -> dict[str, Any]:
+    """Quantize while AutoTP shards, and after, and compare the two models."""
+    batch = families.inputs(name)
+    with woq_triton.autotp.ReplacePolicy(config(**scheme)) as policy:
+        model = make_engine(name, how, folder)
+    after = shard(families.build(name), torch.float32)
+    want = woq_triton.quantize_model(after, config(**scheme))
+    theirs = after.state_dict()
+    return {
+        "logits": relative(logits(model, batch), logits(after, batch)),
+        "state": [key for key, value in model.state_dict().items() if not torch.equal(value, theirs[key])],
+        "missing": sorted(theirs.keys() ^ model.state_dict().keys()),
+        "layers": sorted(map(str, policy.report.layers)) == sorted(map(str, want.layers)),
+        "skipped": sorted(map(str, policy.report.skipped)) == sorted(map(str, want.skipped)),
+        "heads": [
+            name
+            for (name, ours), other in zip(model.named_modules(), after.modules(), strict=True)
+            if any(
+                getattr(ours, a, None) != getattr(other, a, None)
+                for a in ("num_heads", "n_heads", "embed_dim")
+            )
+        ],
+    }
+
+
+def policy_failure(rank: int) -> dict[str, Any]:
+    """A weight that is NaN in the shard of one rank, found while AutoTP shards."""
+    model = families.build("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data[-1 if rank == torch.distributed.get_world_size() - 1 else 0, 0] = float("nan")
+
+    def run() -> None:
+        with woq_triton.autotp.ReplacePolicy(config()):
+            shard(model, torch.float32)
+
+    return {"raised": outcome(run), "hooks left": len(module_hooks)}
+
+
+class Peak:
+    """The most anonymous memory (not files' pages) that the process held inside the block."""
+
+    def __enter__(self) -> "Peak":
+        """Start to watch, from a process without free memory in its allocator."""
+        gc.collect()
+        resident_bytes()
+        self.start = self.most = self.anonymous()
+        self.running = True
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop to watch."""
+        self.running = False
+        self.thread.join()
+        self.grown = self.most - self.start
+
+    def watch(self) -> None:
+        """Look every two milliseconds."""
+        while self.running:
+            self.most = max(self.most, self.anonymous())
+            time.sleep(0.002)
+
+    @staticmethod
+    def anonymous() -> int:
+        """Bytes of this process's anonymous memory that are resident."""
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+def peak_memory(how: str, folder: str, during: bool, hidden: int = 1024, layers: int = 10) -> dict[str, int]:
+    """Bytes that loading, sharding and quantizing a model takes at its peak, beyond what was there before."""
+    size = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": 8000,
+    }
+    if how not in ("memory", "host"):
+        write_checkpoint("llama", int(how), folder, **size)
+    with Peak() as peak:
+        if during:
+            with woq_triton.autotp.ReplacePolicy(config(group_size=128)) as policy:
+                model = make_engine("llama", how, folder, **size)
+            report = policy.report
+        else:
+            model = make_engine("llama", how, folder, **size)
+            report = woq_triton.quantize_model(model, config(group_size=128))
+    ranks = torch.distributed.get_world_size()
+    shards = [layer.bytes_before for layer in report.layers if layer.kind != "Embedding"]
+    return {
+        "peak": peak.grown,
+        "left": peak.anonymous() - peak.start,
+        "dense": sum(shards) * ranks + sum(x.bytes_before for x in report.layers if x.kind == "Embedding"),
+        "dense shards": report.bytes_before,
+        "quantized": report.bytes_after,
+        "largest": max(layer.bytes_before for layer in report.layers),
+    }

@@ -4,11 +4,14 @@ Sizes are chosen to be awkward where a family allows it: fewer KV heads than ran
 MLP widths that are no multiples of the group size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 HIDDEN = 256
 LAYERS = 2
@@ -29,6 +32,7 @@ class Family:
         settings: What differs from the configuration's defaults.
         kind: ``causal``, ``masked`` or ``seq2seq``.
         max_tp: Ranks beyond which stock AutoTP itself fails.
+        broken: How stock AutoTP itself fails, for a family that it does not shard rightly.
     """
 
     model: str
@@ -36,6 +40,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     kind: str = "causal"
     max_tp: int = 4
+    broken: str = ""
 
 
 FAMILIES = {
@@ -43,6 +48,18 @@ FAMILIES = {
     "llama-tied": Family("LlamaForCausalLM", "LlamaConfig", {**_GATED, "tie_word_embeddings": True}),
     "llama-bias": Family(
         "LlamaForCausalLM", "LlamaConfig", {**_GATED, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama-uneven": Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            **_GATED,
+            "hidden_size": 192,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 32,
+            "vocab_size": VOCAB + 1,
+        },
     ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GATED, "head_dim": 32}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GATED),
@@ -53,6 +70,17 @@ FAMILIES = {
     "stablelm": Family("StableLmForCausalLM", "StableLmConfig", _GATED),
     "granite": Family("GraniteForCausalLM", "GraniteConfig", _GATED),
     "cohere": Family("CohereForCausalLM", "CohereConfig", _GATED),
+    "llama4-dense": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **_GATED,
+            "intermediate_size_mlp": MLP,
+            "moe_layers": [],
+            "head_dim": 32,
+            "attn_temperature_tuning": False,
+        },
+    ),
     "opt": Family(
         "OPTForCausalLM",
         "OPTConfig",
@@ -181,20 +209,74 @@ FAMILIES = {
         },
         kind="seq2seq",
     ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {**_GATED, "pad_token_id": 0},
+        broken="the fused qkv_proj is cut for another number of heads than its attention then splits",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        "Olmo2Config",
+        {**_GATED, "pad_token_id": 0},
+        broken="q_norm and k_norm keep the width of all heads",
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB, "n_positions": 64},
+        broken="AutoTP refuses it; DeepSpeed serves it by kernel injection",
+    ),
+    "falcon-7b": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_SMALL, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
+        broken="the fused multi-query weight is cut as if every head had its own key and value",
+    ),
+    "falcon-rw": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_SMALL, "multi_query": False, "new_decoder_architecture": False, "alibi": True, "bias": True},
+        broken="its alibi bias is made for all heads",
+    ),
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> nn.Module:
-    """A model of a family with weights that differ in scale and offset, the same on every call."""
+def build(name: str, dtype: torch.dtype = torch.float32, empty: bool = False, **overrides: Any) -> nn.Module:
+    """A model of a family with weights that differ in scale and offset, the same on every call.
+
+    Args:
+        name: The family.
+        dtype: Of the parameters.
+        empty: Whether to leave the parameters on the meta device, for DeepSpeed to load.
+        overrides: Settings of the configuration.
+    """
     import transformers
 
     family = FAMILIES[name]
     settings = {"use_cache": False, **family.settings, **overrides}
     config = getattr(transformers, family.config)(**settings)
     torch.manual_seed(0)
+    if empty:
+        with parameters_on_meta():
+            return getattr(transformers, family.model)(config).eval().to(dtype)
     model = getattr(transformers, family.model)(config).eval()
     skew(model)
     return model.to(dtype)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside the block have no memory; buffers, which checkpoints lack, do."""
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"))
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def skew(model: nn.Module) -> None:
@@ -207,6 +289,11 @@ def skew(model: nn.Module) -> None:
                 continue
             spread = torch.rand(parameter.shape[-1], generator=generator) + 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.04 * spread + 0.003)
+
+
+def working(tp: int) -> list[str]:
+    """Families that stock AutoTP shards rightly over so many ranks."""
+    return [name for name, family in FAMILIES.items() if not family.broken and family.max_tp >= tp]
 
 
 def inputs(name: str) -> dict[str, Tensor]:

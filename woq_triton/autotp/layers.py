@@ -161,7 +161,24 @@ class QuantizedReplicatedInput(QuantizedRowParallel):
         return super().forward(self._own_columns(x))
 
 
-class QuantizedVocabParallelEmbedding(_Parallel, QuantizedEmbedding):
+class _ParallelEmbedding(_Parallel, QuantizedEmbedding):
+    """What the parallel embeddings share: the factor that some models multiply rows with."""
+
+    embed_scale: Tensor | None
+
+    def __init__(self, qweight: QuantizedWeight, layer: TensorParallel_Layer) -> None:
+        super().__init__(qweight, layer.padding_idx)
+        self._carry_over(layer)
+        if layer.embed_scale is None:
+            self.embed_scale = None  # DeepSpeed's loading trips over a buffer that is None
+        else:
+            self.register_buffer("embed_scale", layer.embed_scale, persistent=False)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
+class QuantizedVocabParallelEmbedding(_ParallelEmbedding):
     """Rows of the table split over the ranks; a rank contributes the tokens that it holds.
 
     Args:
@@ -169,26 +186,19 @@ class QuantizedVocabParallelEmbedding(_Parallel, QuantizedEmbedding):
         layer: The layer replaced.
     """
 
-    embed_scale: Tensor | None
     vocab_start_index: int
     vocab_end_index: int
-
-    def __init__(self, qweight: QuantizedWeight, layer: TensorParallel_Layer) -> None:
-        super().__init__(qweight, layer.padding_idx)
-        self._carry_over(layer)
-        self.register_buffer("embed_scale", layer.embed_scale, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids [...] -> [..., embedding_dim]``, the same on every rank."""
         if self.tp_world_size == 1:
-            return _scaled(super().forward(ids), self.embed_scale)
+            return self._scaled(super().forward(ids))
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         local = super().forward((ids - self.vocab_start_index).masked_fill(elsewhere, 0))
-        rows = self._all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-        return _scaled(rows, self.embed_scale)
+        return self._scaled(self._all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0.0)))
 
 
-class QuantizedHiddenParallelEmbedding(_Parallel, QuantizedEmbedding):
+class QuantizedHiddenParallelEmbedding(_ParallelEmbedding):
     """Columns of the table split over the ranks, and gathered after the look-up.
 
     Args:
@@ -196,17 +206,6 @@ class QuantizedHiddenParallelEmbedding(_Parallel, QuantizedEmbedding):
         layer: The layer replaced.
     """
 
-    embed_scale: Tensor | None
-
-    def __init__(self, qweight: QuantizedWeight, layer: TensorParallel_Layer) -> None:
-        super().__init__(qweight, layer.padding_idx)
-        self._carry_over(layer)
-        self.register_buffer("embed_scale", layer.embed_scale, persistent=False)
-
     def forward(self, ids: Tensor) -> Tensor:
         """``ids [...] -> [..., embedding_dim]``, all columns."""
-        return _scaled(self._gather(super().forward(ids)), self.embed_scale)
-
-
-def _scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
-    return rows if scale is None else rows * scale.to(rows.dtype)
+        return self._scaled(self._gather(super().forward(ids)))

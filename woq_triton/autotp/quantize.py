@@ -11,12 +11,16 @@ from woq_triton.autotp.convert import convert_autotp
 from woq_triton.autotp.ranks import Ranks
 from woq_triton.report import QuantizationReport
 
+CONVERTERS = (convert_autotp, _model.convert_plain)
+"""Who is asked about a layer, in this order."""
+
 
 def quantize_model(
     model: nn.Module,
     ds_config: Mapping[str, Any],
     *,
     on_layer: Callable[[int, int], None] | None = None,
+    report: QuantizationReport | None = None,
 ) -> QuantizationReport:
     """Quantize a model's weights in place, on all ranks alike.
 
@@ -26,6 +30,7 @@ def quantize_model(
         model: ``engine.module`` of an AutoTP engine, or a plain model.
         ds_config: A DeepSpeed config.
         on_layer: Called with (layers done, layers in all) after each layer.
+        report: What `ReplacePolicy` quantized before; the rest is added to it.
 
     Returns:
         What was done, on this rank.
@@ -44,13 +49,15 @@ def quantize_model(
         settled = True
         return agreed
 
+    done = QuantizationReport()
     try:
-        report = _model.quantize_model(
+        done = _model.quantize_model(
             model,
             ds_config,
-            converters=(convert_autotp, _model.convert_plain),
+            converters=CONVERTERS,
             agree=agree,
             on_layer=on_layer,
+            report=report,
         )
     except Exception as caught:  # every kind: the other ranks wait to hear of it
         if not settled:
@@ -59,4 +66,4 @@ def quantize_model(
     ranks.confirm(error)
     # AutoTP's layers sit in reference cycles; what is left of them goes now, not some time later.
     gc.collect()
-    return report
+    return done

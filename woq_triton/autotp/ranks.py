@@ -70,7 +70,7 @@ class Ranks:
             for name, reason in theirs.skipped.items():
                 if name in mine:
                     plan.leave_alone(name, f"on rank {rank}, {reason}")
-        if not plan.layers:
+        if mine and not plan.layers:
             first = plan.skipped[0]
             raise ValueError(f"nothing to quantize: {first.name!r} is left alone because {first.reason}")
         return plan
