@@ -50,10 +50,12 @@ def _decode_kernel(
     GROUP_DIM: tl.constexpr,
     SCALE_ON: tl.constexpr,
     GRAIN: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
     SUBNORMAL: tl.constexpr,
     UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
     SPLIT_K: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -61,34 +63,11 @@ def _decode_kernel(
     program = tl.program_id(0)
     tile_n = program // SPLIT_K
     split = program % SPLIT_K
-    blocks = tl.cdiv(K, 128)
-    first = split * blocks // SPLIT_K
-    last = (split + 1) * blocks // SPLIT_K
     acc = accumulate_tile(
-        x_ptr,
-        packed_ptr,
-        scale_ptr,
-        min_ptr,
-        0,
-        tile_n,
-        first,
-        last,
-        M,
-        N,
-        K,
-        stride_xm,
-        NUM_BITS,
-        GROUP_SIZE,
-        GROUP_DIM,
-        SCALE_ON,
-        GRAIN,
-        SUBNORMAL,
-        UNPACK,
-        BLOCK_M,
-        BLOCK_N,
-        SUM_ROWS,
-        EVEN_K,
-    )
+        x_ptr, packed_ptr, scale_ptr, min_ptr, 0, tile_n, split, M, N, K, stride_xm,
+        NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
+        BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
+    )  # fmt: skip
     if SPLIT_K == 1:
         store_tile(acc, bias_ptr, out_ptr, 0, tile_n, M, N, BLOCK_M, BLOCK_N)
     else:
@@ -157,6 +136,5 @@ def launch_decode(
         N,
         K,
         x.stride(0),
-        SPLIT_K=config.split_k,
         **config.constants(num_bits, group_size, group_dim, N, K),
     )

@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from woq_triton_kernels.mainloop import plane_length, scaled_weights
+from woq_triton_kernels.mainloop import plane_length
 from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, single_group
-from woq_triton_kernels.unpack import codes_f32, round_to
+from woq_triton_kernels.unpack import round_to
+from woq_triton_kernels.weights import metadata_offsets, scaled_weights
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,20 +44,8 @@ def _dequantize_kernel(
     for plane in tl.static_range(128 // LENGTH):
         start = block * 128 + plane * LENGTH
         k = start + columns
-        weights = scaled_weights(
-            codes_f32(words, plane, NUM_BITS),
-            scale_ptr,
-            min_ptr,
-            rows,
-            k,
-            start,
-            K,
-            last_group,
-            NUM_BITS,
-            GROUP_SIZE,
-            GROUP_DIM,
-            LENGTH,
-        )
+        offsets = metadata_offsets(rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH)
+        weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
         # There is no error to raise from here: an id outside the table must not pass for a token.
         weights = tl.where(known[:, None], weights, float("nan"))
         ptrs = out_ptr + (m * K)[:, None] + k[None, :]

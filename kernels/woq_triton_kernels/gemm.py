@@ -33,10 +33,13 @@ def _gemm_kernel(
     GROUP_DIM: tl.constexpr,
     SCALE_ON: tl.constexpr,
     GRAIN: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
     SUBNORMAL: tl.constexpr,
     UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
@@ -49,30 +52,10 @@ def _gemm_kernel(
     tile_n = band * GROUP_N + index % band_n
     tile_m = index // band_n
     acc = accumulate_tile(
-        x_ptr,
-        packed_ptr,
-        scale_ptr,
-        min_ptr,
-        tile_m,
-        tile_n,
-        0,
-        tl.cdiv(K, 128),
-        M,
-        N,
-        K,
-        stride_xm,
-        NUM_BITS,
-        GROUP_SIZE,
-        GROUP_DIM,
-        SCALE_ON,
-        GRAIN,
-        SUBNORMAL,
-        UNPACK,
-        BLOCK_M,
-        BLOCK_N,
-        SUM_ROWS,
-        EVEN_K,
-    )
+        x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, 0, M, N, K, stride_xm,
+        NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
+        BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
+    )  # fmt: skip
     store_tile(acc, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
 
 

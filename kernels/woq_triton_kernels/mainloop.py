@@ -1,75 +1,74 @@
-"""The inner loops that `decode` and `gemm` share: one tile of ``out^T = W · x^T`` over a range of blocks.
+"""The inner loops that `decode` and `gemm` share: one tile of ``out^T = W · x^T`` over a range of steps.
 
-A step reads one packed block (128 columns) of BLOCK_N weight rows, takes the planes apart and
-multiplies each with its own run of activation columns. The weights are the left operand, which may
-stay in registers. Three ways to bring in scale and min:
+A step is STEP packed blocks of 128 columns. It reads their words for BLOCK_N weight rows, takes the
+planes apart and multiplies each with its own run of activation columns. The weights are the left
+operand, which may stay in registers. Three ways to bring in scale and min:
 
 ======================  ================================================================================
 accumulate_groups       on the accumulator, once a group: ``acc += scale * (q · x) + min * sum(x)``.
-                        Needs whole planes in each group (GRAIN = columns that surely share a group).
+                        Needs whole spans of columns in each group.
 accumulate_scaled_x     group_dim 0 with one row group in the tile: on the activations, once a column.
 accumulate_weights      on the weights, before the product. Serves every scheme.
 ======================  ================================================================================
 
-Rows and columns past the end are clamped to the last one; what they compute is never stored, except
-columns of a ragged last block, whose activations read as 0.
+A span is the run of columns that one product takes: a plane of a block, or half a plane of 8-bit codes
+where groups are that short. Rows and columns past the end are clamped to the last one; what they compute
+is never stored, except columns of a ragged last block, whose activations read as 0.
 """
+
+# ruff: noqa: RUF005 - Triton knows no unpacking of tuples.
 
 import triton
 import triton.language as tl
 
-from woq_triton_kernels.unpack import (
-    codes_f32,
-    dot,
-    magic,
-    norm,
-    operand,
-    parts,
-    round_to,
-    split_parity,
-)
-
-
-@triton.constexpr_function
-def zero_code(num_bits):
-    """The code of 0 in a symmetric scheme."""
-    return 2 ** (num_bits - 1)
+from woq_triton_kernels.unpack import INTERPRET, dot, magic, norm, operand, parts, round_to, split_parity
+from woq_triton_kernels.weights import half_weights, metadata_offsets, scaled_weights
 
 
 @triton.constexpr_function
 def plane_length(num_bits):
     """Columns in one plane of a block, and words in a block."""
-    return 32 if num_bits == 4 else 64
+    return 8 * num_bits
 
 
 @triton.jit
-def load_plane(x_rows, k, K, EVEN_K: tl.constexpr):
+def load_words(word_rows, block, offset, NUM_BITS: tl.constexpr, SPAN: tl.constexpr):
+    """Packed words ``[BLOCK_N, SPAN]`` of a block, from word `offset` on."""
+    columns = block * plane_length(NUM_BITS) + offset + tl.arange(0, SPAN)
+    return tl.load(word_rows[:, None] + columns[None, :])
+
+
+@triton.jit
+def load_x(x_rows, k, K, EVEN_K: tl.constexpr):
     """Activations ``[BLOCK_M, columns]`` of columns k; 0 past the end."""
     ptrs = x_rows[:, None] + k[None, :]
     if EVEN_K:
         return tl.load(ptrs)
-    return tl.load(ptrs, mask=k[None, :] < K, other=0.0)
+    else:
+        return tl.load(ptrs, mask=k[None, :] < K, other=0.0)
 
 
 @triton.jit
 def load_row(row, k, K, EVEN_K: tl.constexpr):
-    """Metadata ``[columns]`` of columns k; 0 past the end."""
+    """Metadata ``[1, columns]`` of columns k in fp32; 0 past the end."""
     if EVEN_K:
-        return tl.load(row + k)
-    return tl.load(row + k, mask=k < K, other=0.0)
+        return tl.load(row + k)[None, :]
+    else:
+        return tl.load(row + k, mask=k < K, other=0.0)[None, :]
 
 
 @triton.jit
-def column_sums(xt, acc, NORM: tl.constexpr, ROWS: tl.constexpr):
-    """``acc + NORM * sum over columns``, in every row of ``[ROWS, BLOCK_M]``: a product with ones.
+def column_sums(xt, acc, FACTOR: tl.constexpr, ROWS: tl.constexpr):
+    """``acc + FACTOR * sum over columns``, in every row of ``[ROWS, BLOCK_M]``: a product with a constant.
 
     The matrix unit does it in the accumulator's own layout, where a reduction would need shuffles
     and shared memory. fp32 has no such unit and sums to ``[1, BLOCK_M]``.
     """
     if xt.dtype == tl.float32:
-        return acc + tl.sum(xt, axis=0)[None, :]
-    ones = tl.full((ROWS, xt.shape[0]), NORM, tl.float32).to(xt.dtype)
-    return dot(ones, xt, acc)
+        return acc + FACTOR * tl.sum(xt, axis=0)[None, :]
+    else:
+        constant = tl.full((ROWS, xt.shape[0]), FACTOR, tl.float32).to(xt.dtype)
+        return dot(constant, xt, acc)
 
 
 @triton.jit
@@ -77,10 +76,52 @@ def spread_rows(sums, BLOCK_N: tl.constexpr):
     """Equal rows ``[ROWS, BLOCK_M]`` repeated to ``[BLOCK_N, BLOCK_M]``."""
     ROWS: tl.constexpr = sums.shape[0]
     BLOCK_M: tl.constexpr = sums.shape[1]
-    if ROWS == 1 or ROWS == BLOCK_N:
+    if ROWS == BLOCK_N:
         return sums
-    repeated = tl.broadcast_to(sums[None, :, :], (BLOCK_N // ROWS, ROWS, BLOCK_M))
-    return tl.reshape(repeated, (BLOCK_N, BLOCK_M))
+    elif ROWS == 1:
+        return tl.broadcast_to(sums, (BLOCK_N, BLOCK_M))
+    else:
+        repeated = tl.broadcast_to(sums[None, :, :], (BLOCK_N // ROWS, ROWS, BLOCK_M))
+        return tl.reshape(repeated, (BLOCK_N, BLOCK_M))
+
+
+@triton.jit
+def load_metadata(
+    rows, step, unit: tl.constexpr, last_group, FACTOR: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GRAIN: tl.constexpr, UNITS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """FACTOR * scale or min of units `unit` and `unit` + 1 of a step, fp32 ``[BLOCK_N, 2]``.
+
+    ``[BLOCK_N]`` where a step has one unit; fp32 0 where it has fewer units, or rows is None.
+    """
+    if rows is None or unit >= UNITS:
+        return 0.0
+    else:
+        index = step * UNITS + unit
+        if UNITS > 1:
+            index = index + tl.arange(0, 2)
+        if GROUP_SIZE == 0:
+            group = index * 0
+        elif GROUP_SIZE == GRAIN:
+            group = index
+        else:
+            group = index * GRAIN // GROUP_SIZE
+        if not EVEN_K:
+            group = tl.minimum(group, last_group)
+        if UNITS > 1:
+            return tl.load(rows[:, None] + group[None, :]).to(tl.float32) * FACTOR
+        else:
+            return tl.load(rows + group).to(tl.float32) * FACTOR
+
+
+@triton.jit
+def unit_of(first, second, unit: tl.constexpr, UNITS: tl.constexpr):
+    """``[BLOCK_N]`` of one unit, from what `load_metadata` gave for units 0 and 1, 2 and 3."""
+    if UNITS == 1:
+        return first
+    else:
+        low, high = tl.split(first if unit < 2 else second)
+        return low if unit % 2 == 0 else high
 
 
 @triton.jit
@@ -91,6 +132,7 @@ def accumulate_groups(
     min_rows,
     first,
     last,
+    steps,
     K,
     last_group,
     NUM_BITS: tl.constexpr,
@@ -100,51 +142,107 @@ def accumulate_groups(
     UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Blocks ``first..last`` of a tile with scale and min on the accumulator; fp32 ``[BLOCK_N, BLOCK_M]``."""
+    """Steps ``first..last`` of a tile with scale and min on the accumulator; fp32 ``[BLOCK_N, BLOCK_M]``.
+
+    The unit of work is GRAIN columns, which surely share a group. Its product of operands with x starts
+    not at 0 but at what makes the magic (and the zero code, if symmetric) vanish, a multiple of the sum of
+    x, so that no large number is left to cancel later. Metadata is read one step ahead.
+    """
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
-    LENGTH: tl.constexpr = plane_length(NUM_BITS)
+    SPAN: tl.constexpr = GRAIN if GRAIN < plane_length(NUM_BITS) else plane_length(NUM_BITS)
+    SPANS: tl.constexpr = GRAIN // SPAN
+    UNITS: tl.constexpr = STEP * 128 // GRAIN
+    HALVES: tl.constexpr = plane_length(NUM_BITS) // SPAN
     PARTS: tl.constexpr = parts(NUM_BITS, DTYPE)
     MAGIC: tl.constexpr = magic(NUM_BITS, DTYPE, SUBNORMAL)
     NORM: tl.constexpr = norm(NUM_BITS, DTYPE, SUBNORMAL)
     PARITY: tl.constexpr = split_parity(NUM_BITS, DTYPE, SUBNORMAL)
-    ZERO: tl.constexpr = zero_code(NUM_BITS)
+    ZERO: tl.constexpr = 2 ** (NUM_BITS - 1) if min_rows is None else 0
+    CENTRED: tl.constexpr = MAGIC + ZERO > 0
+    SUM_FACTOR: tl.constexpr = -NORM * (MAGIC + ZERO) if CENTRED else NORM
+    MIN_FACTOR: tl.constexpr = -1.0 / MAGIC if MAGIC > 0 else 1.0
     ROWS: tl.constexpr = 1 if DTYPE == tl.float32 else SUM_ROWS
-    columns = tl.arange(0, LENGTH)
+
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(first, last):
-        words = tl.load(word_rows[:, None] + (block * LENGTH + columns)[None, :])
-        for unit in tl.static_range(128 // GRAIN):
-            group = 0
-            if GROUP_SIZE > 0:
-                group = (block * 128 + unit * GRAIN) // GROUP_SIZE
-                if not EVEN_K:
-                    group = tl.minimum(group, last_group)
-            scale = tl.load(scale_rows + group).to(tl.float32)
-            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    totals = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    step = tl.minimum(first, steps - 1)
+    scale_0 = load_metadata(scale_rows, step, 0, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
+    scale_2 = load_metadata(scale_rows, step, 2, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
+    min_0 = load_metadata(min_rows, step, 0, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
+    min_2 = load_metadata(min_rows, step, 2, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
+    for step in range(first, last):
+        ahead_scale_0, ahead_scale_2, ahead_min_0, ahead_min_2 = scale_0, scale_2, min_0, min_2
+        if GROUP_SIZE > 0:
+            ahead = tl.minimum(step + 1, steps - 1)
+            ahead_scale_0 = load_metadata(
+                scale_rows, ahead, 0, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K
+            )
+            ahead_scale_2 = load_metadata(
+                scale_rows, ahead, 2, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K
+            )
+            ahead_min_0 = load_metadata(
+                min_rows, ahead, 0, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K
+            )
+            ahead_min_2 = load_metadata(
+                min_rows, ahead, 2, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K
+            )
+        words = ()
+        for index in tl.static_range(STEP * HALVES):
+            block = step * STEP + index // HALVES
+            if not EVEN_K:
+                block = tl.minimum(block, (K - 1) // 128)
+            words = words + (load_words(word_rows, block, index % HALVES * SPAN, NUM_BITS, SPAN),)
+        for unit in tl.static_range(UNITS):
+            xts = ()
             sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
-            for plane in tl.static_range(unit * (GRAIN // LENGTH), (unit + 1) * (GRAIN // LENGTH)):
-                xt = tl.trans(load_plane(x_rows, block * 128 + plane * LENGTH + columns, K, EVEN_K))
-                sums = column_sums(xt, sums, NORM, ROWS)
-                for part in tl.static_range(PARTS):
-                    weights = operand(words, plane, part, NUM_BITS, DTYPE, SUBNORMAL, UNPACK)
-                    if PARITY and plane % 2 == 0:
-                        smaller = dot(weights, xt, smaller)
-                    else:
-                        product = dot(weights, xt, product)
+            for span in tl.static_range(unit * SPANS, (unit + 1) * SPANS):
+                k = step * (STEP * 128) + span * SPAN + tl.arange(0, SPAN)
+                xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
+                sums = column_sums(xt, sums, SUM_FACTOR, ROWS)
+                xts = xts + (xt,)
+            smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            product = spread_rows(sums, BLOCK_N) if CENTRED else smaller
+            for index in tl.static_range(SPANS * PARTS):
+                product, smaller = multiply_span(
+                    words, xts[index // PARTS], product, smaller, unit * SPANS + index // PARTS,
+                    index % PARTS, SPAN, NUM_BITS, SUBNORMAL, UNPACK,
+                )  # fmt: skip
             if PARITY:
                 product += smaller * 16.0
-            sums = spread_rows(sums, BLOCK_N)
-            if min_rows is None:
-                acc += scale[:, None] * (product - (MAGIC + ZERO) * sums)
+            if GROUP_SIZE == 0:
+                acc += product
+                totals += sums
             else:
-                offset = tl.load(min_rows + group).to(tl.float32) - MAGIC * scale
-                acc += scale[:, None] * product
-                acc += offset[:, None] * sums
+                acc += unit_of(scale_0, scale_2, unit, UNITS)[:, None] * product
+                if min_rows is not None:
+                    acc += unit_of(min_0, min_2, unit, UNITS)[:, None] * spread_rows(sums, BLOCK_N)
+        scale_0, scale_2, min_0, min_2 = ahead_scale_0, ahead_scale_2, ahead_min_0, ahead_min_2
+    if GROUP_SIZE == 0:
+        acc *= unit_of(scale_0, scale_2, 0, UNITS)[:, None]
+        if min_rows is not None:
+            acc += unit_of(min_0, min_2, 0, UNITS)[:, None] * spread_rows(totals, BLOCK_N)
     return acc * (1.0 / NORM)
+
+
+@triton.jit
+def multiply_span(
+    words, xt, product, smaller, span: tl.constexpr, part: tl.constexpr, SPAN: tl.constexpr,
+    NUM_BITS: tl.constexpr, SUBNORMAL: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Add one operand's product to `product`, or to `smaller` where it comes 16 times smaller."""
+    LENGTH: tl.constexpr = plane_length(NUM_BITS)
+    plane: tl.constexpr = span * SPAN % 128 // LENGTH
+    tile: tl.constexpr = span * SPAN // 128 * (LENGTH // SPAN) + span * SPAN % LENGTH // SPAN
+    weights = operand(words[tile], plane, part, NUM_BITS, xt.dtype, SUBNORMAL, UNPACK)
+    if split_parity(NUM_BITS, xt.dtype, SUBNORMAL) and plane % 2 == 0:
+        smaller = dot(weights, xt, smaller)
+    else:
+        product = dot(weights, xt, product)
+    return product, smaller
 
 
 @triton.jit
@@ -161,48 +259,78 @@ def accumulate_scaled_x(
     UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Blocks ``first..last`` of a tile whose rows share their scales; fp32 ``[BLOCK_N, BLOCK_M]``.
+    """Steps ``first..last`` of a tile whose rows share their scales; fp32 ``[BLOCK_N, BLOCK_M]``.
 
     With ``xs = x * scale`` rounded to x's dtype, and z the zero code, it sums
 
-        ``(q - z) * xs + (min + z * scale) * x``
+        ``(q - z) * xs + min * x + z * scale * x``
 
-    so that the rounding meets codes centred on 0, and every term takes the same xs.
+    so that the rounding meets codes centred on 0, and every term with a code takes the same xs.
     """
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
+    META: tl.constexpr = scale_row.dtype.element_ty
     LENGTH: tl.constexpr = plane_length(NUM_BITS)
+    PLANES: tl.constexpr = 128 // LENGTH
     PARTS: tl.constexpr = parts(NUM_BITS, DTYPE)
     MAGIC: tl.constexpr = magic(NUM_BITS, DTYPE, SUBNORMAL)
     NORM: tl.constexpr = norm(NUM_BITS, DTYPE, SUBNORMAL)
     PARITY: tl.constexpr = split_parity(NUM_BITS, DTYPE, SUBNORMAL)
-    ZERO: tl.constexpr = zero_code(NUM_BITS)
-    columns = tl.arange(0, LENGTH)
+    ZERO: tl.constexpr = 2 ** (NUM_BITS - 1)
+    # Products of x with metadata of its own half-precision dtype are exact in the matrix unit.
+    EXACT: tl.constexpr = META == DTYPE and DTYPE != tl.float32
+    ROWS: tl.constexpr = 1 if DTYPE == tl.float32 else SUM_ROWS
+
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    rest = tl.zeros((BLOCK_M, LENGTH), tl.float32)
-    for block in range(first, last):
-        words = tl.load(word_rows[:, None] + (block * LENGTH + columns)[None, :])
-        smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for plane in tl.static_range(128 // LENGTH):
-            k = block * 128 + plane * LENGTH + columns
-            x = load_plane(x_rows, k, K, EVEN_K).to(tl.float32)
-            scale = load_row(scale_row, k, K, EVEN_K).to(tl.float32)[None, :]
-            xs = round_to(x * scale, DTYPE)
-            rest -= (MAGIC + ZERO) * xs.to(tl.float32)
-            if min_row is not None:
-                minimum = load_row(min_row, k, K, EVEN_K).to(tl.float32)[None, :]
-                rest += (minimum + ZERO * scale) * x
-            xt = tl.trans(xs)
-            for part in tl.static_range(PARTS):
-                weights = operand(words, plane, part, NUM_BITS, DTYPE, SUBNORMAL, UNPACK)
-                if PARITY and plane % 2 == 0:
-                    smaller = dot(weights, xt, smaller)
+    min_sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    scale_sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    rest = tl.zeros((LENGTH, BLOCK_M), tl.float32)
+    for step in range(first, last):
+        for index in tl.static_range(STEP):
+            block = step * STEP + index
+            if not EVEN_K:
+                block = tl.minimum(block, (K - 1) // 128)
+            words = (load_words(word_rows, block, 0, NUM_BITS, LENGTH),)
+            xts = ()
+            sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
+            for plane in tl.static_range(PLANES):
+                k = (step * STEP + index) * 128 + plane * LENGTH + tl.arange(0, LENGTH)
+                xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
+                scale = load_row(scale_row, k, K, EVEN_K)
+                if EXACT and not INTERPRET:
+                    scaled = xt * tl.trans(scale)
                 else:
-                    acc = dot(weights, xt, acc)
-        if PARITY:
-            acc += smaller * 16.0
-    return acc * (1.0 / NORM) + tl.sum(rest, axis=1)[None, :]
+                    scaled = round_to(xt.to(tl.float32) * tl.trans(scale).to(tl.float32), DTYPE)
+                sums = column_sums(scaled, sums, -NORM * (MAGIC + ZERO), ROWS)
+                if min_row is not None:
+                    minimum = load_row(min_row, k, K, EVEN_K)
+                    if EXACT:
+                        min_sums = dot(tl.broadcast_to(minimum, (ROWS, LENGTH)), xt, min_sums)
+                        scale_sums = dot(tl.broadcast_to(scale, (ROWS, LENGTH)), xt, scale_sums)
+                    else:
+                        middle = minimum.to(tl.float32) + ZERO * scale.to(tl.float32)
+                        rest += tl.trans(middle) * xt.to(tl.float32)
+                xts = xts + (scaled,)
+            smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            product = spread_rows(sums, BLOCK_N)
+            for part in tl.static_range(PLANES * PARTS):
+                product, smaller = multiply_span(
+                    words, xts[part // PARTS], product, smaller, part // PARTS, part % PARTS, LENGTH,
+                    NUM_BITS, SUBNORMAL, UNPACK,
+                )  # fmt: skip
+            if PARITY:
+                product += smaller * 16.0
+            acc += product
+    acc *= 1.0 / NORM
+    if min_row is not None:
+        if EXACT:
+            acc += spread_rows(min_sums + ZERO * scale_sums, BLOCK_N)
+        else:
+            acc += tl.sum(rest, axis=0)[None, :]
+    return acc
 
 
 @triton.jit
@@ -219,37 +347,41 @@ def accumulate_weights(
     NUM_BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP_DIM: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Blocks ``first..last`` of a tile, weights rounded to x's dtype; fp32 ``[BLOCK_N, BLOCK_M]``."""
+    """Steps ``first..last`` of a tile, weights rounded to x's dtype; fp32 ``[BLOCK_N, BLOCK_M]``."""
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
+    META: tl.constexpr = scale_ptr.dtype.element_ty
     LENGTH: tl.constexpr = plane_length(NUM_BITS)
-    columns = tl.arange(0, LENGTH)
+    SPAN: tl.constexpr = GRAIN if GRAIN == LENGTH // 2 else LENGTH
+    HALF: tl.constexpr = UNPACK == "ptx" and META == DTYPE and DTYPE != tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(first, last):
-        words = tl.load(word_rows[:, None] + (block * LENGTH + columns)[None, :])
-        for plane in tl.static_range(128 // LENGTH):
-            k = block * 128 + plane * LENGTH + columns
-            xt = tl.trans(load_plane(x_rows, k, K, EVEN_K))
-            codes = codes_f32(words, plane, NUM_BITS)
-            start = block * 128 + plane * LENGTH
-            weights = scaled_weights(
-                codes,
-                scale_ptr,
-                min_ptr,
-                rows,
-                k,
-                start,
-                K,
-                last_group,
-                NUM_BITS,
-                GROUP_SIZE,
-                GROUP_DIM,
-                LENGTH,
-            )
-            acc = dot(round_to(weights, DTYPE), xt, acc)
+    for step in range(first, last):
+        for index in tl.static_range(STEP * (LENGTH // SPAN)):
+            block = step * STEP + index // (LENGTH // SPAN)
+            offset = index % (LENGTH // SPAN) * SPAN
+            if not EVEN_K:
+                block = tl.minimum(block, (K - 1) // 128)
+            words = load_words(word_rows, block, offset, NUM_BITS, SPAN)
+            for plane in tl.static_range(128 // LENGTH):
+                start = (step * STEP + index // (LENGTH // SPAN)) * 128 + plane * LENGTH + offset
+                k = start + tl.arange(0, SPAN)
+                xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
+                offsets = metadata_offsets(
+                    rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN
+                )
+                if HALF:
+                    weights = half_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
+                else:
+                    weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
+                    weights = round_to(weights, DTYPE)
+                acc = dot(weights, xt, acc)
     return acc
 
 
@@ -261,8 +393,7 @@ def accumulate_tile(
     min_ptr,
     tile_m,
     tile_n,
-    first,
-    last,
+    split,
     M,
     N,
     K,
@@ -272,123 +403,46 @@ def accumulate_tile(
     GROUP_DIM: tl.constexpr,
     SCALE_ON: tl.constexpr,
     GRAIN: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
     SUBNORMAL: tl.constexpr,
     UNPACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """``out^T`` of one tile over blocks ``first..last``, fp32 ``[BLOCK_N, BLOCK_M]``, without bias."""
+    """``out^T`` of one tile over one of SPLIT_K parts of K, fp32 ``[BLOCK_N, BLOCK_M]``, without bias."""
+    steps = tl.cdiv(K, STEP * 128)
+    first = split * steps // SPLIT_K
+    last = (split + 1) * steps // SPLIT_K
     m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     n = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     x_rows = x_ptr + m * stride_xm
     word_rows = packed_ptr + n * (tl.cdiv(K, 128) * plane_length(NUM_BITS))
-    length = K if GROUP_DIM == 1 else N
-    last_group = (length - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+    last_group = ((K if GROUP_DIM == 1 else N) - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0
     if SCALE_ON == "accumulator":
-        scale_rows = scale_ptr + n * (last_group + 1)
-        min_rows = None if min_ptr is None else min_ptr + n * (last_group + 1)
+        groups = last_group + 1
+        if EVEN_K and GROUP_SIZE == GRAIN:
+            # The same number, but the compiler sees that rows begin at a multiple of a step's groups.
+            groups = steps * (STEP * 128 // GRAIN)
+        scale_rows = scale_ptr + n * groups
+        min_rows = None if min_ptr is None else min_ptr + n * groups
         return accumulate_groups(
-            x_rows,
-            word_rows,
-            scale_rows,
-            min_rows,
-            first,
-            last,
-            K,
-            last_group,
-            NUM_BITS,
-            GROUP_SIZE,
-            GRAIN,
-            SUBNORMAL,
-            UNPACK,
-            BLOCK_M,
-            BLOCK_N,
-            SUM_ROWS,
-            EVEN_K,
-        )
+            x_rows, word_rows, scale_rows, min_rows, first, last, steps, K, last_group,
+            NUM_BITS, GROUP_SIZE, GRAIN, SUBNORMAL, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
+        )  # fmt: skip
     elif SCALE_ON == "x":
         group = (tile_n * BLOCK_N // GROUP_SIZE).to(tl.int64) if GROUP_SIZE > 0 else 0
         scale_row = scale_ptr + group * K
         min_row = None if min_ptr is None else min_ptr + group * K
         return accumulate_scaled_x(
-            x_rows,
-            word_rows,
-            scale_row,
-            min_row,
-            first,
-            last,
-            K,
-            NUM_BITS,
-            SUBNORMAL,
-            UNPACK,
-            BLOCK_M,
-            BLOCK_N,
-            EVEN_K,
-        )
+            x_rows, word_rows, scale_row, min_row, first, last, K,
+            NUM_BITS, SUBNORMAL, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
+        )  # fmt: skip
     else:
         return accumulate_weights(
-            x_rows,
-            word_rows,
-            scale_ptr,
-            min_ptr,
-            n,
-            first,
-            last,
-            K,
-            last_group,
-            NUM_BITS,
-            GROUP_SIZE,
-            GROUP_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            EVEN_K,
-        )
-
-
-@triton.jit
-def scaled_weights(
-    codes,
-    scale_ptr,
-    min_ptr,
-    rows,
-    k,
-    start,
-    K,
-    last_group,
-    NUM_BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUP_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """Weights of one plane in fp32: ``codes * scale + min``.
-
-    Args:
-        codes: fp32 ``[rows, LENGTH]``.
-        scale_ptr: The whole weight's scale.
-        min_ptr: Its min, or None.
-        rows: int64 ``[rows]``, out_features indices inside the weight.
-        k: ``[LENGTH]``, in_features indices from start on, possibly past the end.
-        start: The first of k.
-        K: in_features.
-        last_group: Index of the last group along group_dim.
-        NUM_BITS: 4 or 8.
-        GROUP_SIZE: Weights in a group; 0 for one group.
-        GROUP_DIM: Dimension that groups run along.
-        LENGTH: Columns in the plane.
-    """
-    if GROUP_DIM == 0:
-        groups = rows // GROUP_SIZE if GROUP_SIZE > 0 else rows * 0
-        offsets = (groups * K)[:, None] + tl.minimum(k, K - 1)[None, :]
-    elif GROUP_SIZE == 0:
-        offsets = rows[:, None]
-    elif GROUP_SIZE % LENGTH == 0:
-        offsets = (rows * (last_group + 1) + tl.minimum(start // GROUP_SIZE, last_group))[:, None]
-    else:
-        groups = tl.minimum(k // GROUP_SIZE, last_group)
-        offsets = (rows * (last_group + 1))[:, None] + groups[None, :]
-    scale = tl.load(scale_ptr + offsets).to(tl.float32)
-    if min_ptr is None:
-        return (codes - 2 ** (NUM_BITS - 1)) * scale
-    return codes * scale + tl.load(min_ptr + offsets).to(tl.float32)
+            x_rows, word_rows, scale_ptr, min_ptr, n, first, last, K, last_group,
+            NUM_BITS, GROUP_SIZE, GROUP_DIM, GRAIN, ROW_GROUP, UNPACK, BLOCK_M, BLOCK_N, STEP, EVEN_K,
+        )  # fmt: skip

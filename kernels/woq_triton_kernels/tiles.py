@@ -37,6 +37,7 @@ class TileConfig:
         kernel: "decode" or "gemm".
         block_m: Rows of x in a tile.
         block_n: Weight rows (out_features) in a tile.
+        step: Packed blocks of 128 columns that one iteration takes.
         split_k: Programs that share a tile's K range; 1 for gemm.
         num_warps: Warps in a program.
         num_stages: Depth of the load pipeline.
@@ -48,6 +49,7 @@ class TileConfig:
     kernel: str
     block_m: int
     block_n: int
+    step: int
     split_k: int
     num_warps: int
     num_stages: int
@@ -62,13 +64,16 @@ class TileConfig:
             "GROUP_SIZE": single_group(group_size, group_dim, N, K),
             "GROUP_DIM": group_dim,
             "SCALE_ON": self.scale_on,
-            "GRAIN": grain(num_bits, single_group(group_size, group_dim, N, K)),
+            "GRAIN": grain(single_group(group_size, group_dim, N, K)),
+            "ROW_GROUP": single_group(group_size, group_dim, N, K) % self.block_n == 0,
             "SUBNORMAL": self.subnormal,
             "UNPACK": self.unpack,
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
+            "STEP": self.step,
+            "SPLIT_K": self.split_k,
             "SUM_ROWS": min(self.block_n, 16 * self.num_warps),
-            "EVEN_K": K % 128 == 0,
+            "EVEN_K": K % (128 * self.step) == 0,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -78,7 +83,7 @@ class TileConfig:
         return asdict(self)
 
 
-def grain(num_bits: int, group_size: int) -> int:
+def grain(group_size: int) -> int:
     """Columns that surely share a group: the largest power of 2 up to a block that divides the group size."""
     return math.gcd(group_size, 128)
 
@@ -126,7 +131,7 @@ def pick_tile(
             architecture's largest server part.
     """
     size = single_group(group_size, group_dim, N, K)
-    nests = grain(num_bits, size) >= 128 // (16 // num_bits)
+    nests = grain(size) >= 32
     decode = M <= MAX_DECODE_M
     if decode:
         block_m = 8 if M <= 8 and arch.startswith("sm_") else 16
@@ -134,7 +139,7 @@ def pick_tile(
         block_m = 32 if M <= 32 else 64
     block_n = 64 if dtype == torch.float32 else 128
     if group_dim == 1:
-        scale_on = "accumulator" if nests and (decode or 4 * block_m <= grain(num_bits, size)) else "weights"
+        scale_on = "accumulator" if nests and (decode or 4 * block_m <= grain(size)) else "weights"
     else:
         rows = math.gcd(size, block_n)
         scale_on = "x" if rows >= 16 and block_m <= 32 else "weights"
@@ -158,6 +163,7 @@ def pick_tile(
         kernel="decode" if decode else "gemm",
         block_m=block_m,
         block_n=block_n,
+        step=1,
         split_k=split_k,
         num_warps=num_warps,
         num_stages=4 if decode else 3,

@@ -5,16 +5,16 @@ and setting a few exponent bits gives a float that is linear in the code, with n
 
     fp16, magic       0x6400 | code             = 1024 + q
     bf16, magic       0x4300 | code  (4 bits)   =  128 + q
-    bf16, magic       0x4300 | (code & 0x7f)    =  128 + (q & 127)     the two halves of an 8-bit code,
+    bf16, magic       0x4300 | (code & 0x7f)    =  128 + (q & 127)     the two parts of an 8-bit code,
                       0x4300 | (code & 0x80)    =  128 + (q & 128)     multiplied one after the other
     fp16, subnormal   code in bits 3..0         = 2**-24 * q           no exponent at all: fp16
                       code in bits 7..4         = 2**-20 * q           subnormals are exact
 
 The subnormal form needs no correction and half the shifts. Matrix units that keep fp16 subnormals
-take it: NVIDIA's (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021) and AMD's CDNA3,
-not CDNA2, whose MFMA flushes them.
+take it: NVIDIA's (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021) and AMD's CDNA3;
+CDNA2's flush them.
 
-Every float here is exact. `plane_factor` and `magic` say how to get back to q.
+Every float here is exact. `magic`, `norm` and `split_parity` say how to get back to q.
 """
 
 import triton
@@ -26,7 +26,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.constexpr_function
 def magic(num_bits, dtype, subnormal):
-    """What an operand holds beside the code, before `plane_factor`."""
+    """What a plane's operands hold beside the code, all parts together."""
     if dtype == tl.float32 or (subnormal and dtype == tl.float16):
         return 0
     if dtype == tl.float16:
@@ -36,10 +36,16 @@ def magic(num_bits, dtype, subnormal):
 
 @triton.constexpr_function
 def norm(num_bits, dtype, subnormal):
-    """The factor in which sums of subnormal operands are kept: a power of two."""
+    """The power of two in which sums of operands are kept."""
     if dtype != tl.float16 or not subnormal:
         return 1.0
     return 2.0**-20 if num_bits == 4 else 2.0**-24
+
+
+@triton.constexpr_function
+def split_parity(num_bits, dtype, subnormal):
+    """Whether operands of even planes are 16 times smaller than `norm` says."""
+    return num_bits == 4 and dtype == tl.float16 and subnormal
 
 
 @triton.constexpr_function
@@ -49,19 +55,12 @@ def parts(num_bits, dtype):
 
 
 @triton.constexpr_function
-def split_parity(num_bits, dtype, subnormal):
-    """Whether even planes come 16 times smaller than `norm` says."""
-    return num_bits == 4 and dtype == tl.float16 and subnormal
-
-
-@triton.constexpr_function
 def _field(plane, part, num_bits, dtype, subnormal):
     """Shift, mask and exponent bits of an operand."""
     if num_bits == 8:
-        shift = 8 * plane
         if dtype == tl.bfloat16:
-            return shift, (0x80 if part else 0x7F), 0x4300
-        return shift, 0xFF, 0 if subnormal else 0x6400
+            return 8 * plane, (0x80 if part else 0x7F), 0x4300
+        return 8 * plane, 0xFF, 0 if subnormal else 0x6400
     if subnormal and dtype == tl.float16:
         return 8 * (plane // 2), 0x0F << 4 * (plane % 2), 0
     return 4 * plane, 0x0F, 0x6400 if dtype == tl.float16 else 0x4300
@@ -83,52 +82,54 @@ def _bits_of(plane, part, num_bits, dtype, subnormal):
 
 
 @triton.constexpr_function
+def pair(half):
+    """A 16-bit constant in both halves of a register, as assembly writes it."""
+    return f"{half * 0x00010001:#010x}"
+
+
+@triton.constexpr_function
 def _shift_asm(unpack, shift):
-    if unpack == "ptx":
-        return f"shr.u32 $0, $1, {shift};"
-    return f"v_lshrrev_b32 $0, {shift}, $1"
+    return f"shr.u32 $0, $1, {shift};" if unpack == "ptx" else f"v_lshrrev_b32 $0, {shift}, $1"
 
 
 @triton.constexpr_function
 def _mask_asm(unpack, mask, bits):
-    pair = 0x00010001
     if unpack == "ptx":
-        if bits == 0:
-            return f"and.b32 $0, $1, {mask * pair:#010x};"
         # 0xea is the truth table of (a & b) | c.
-        return f"lop3.b32 $0, $1, {mask * pair:#010x}, {bits * pair:#010x}, 0xea;"
-    if bits == 0:
-        return f"v_and_b32 $0, {mask * pair:#010x}, $1"
-    return "v_and_or_b32 $0, $1, $2, $3"
+        lop3 = f"lop3.b32 $0, $1, {pair(mask)}, {pair(bits)}, 0xea;"
+        return lop3 if bits else f"and.b32 $0, $1, {pair(mask)};"
+    return "v_and_or_b32 $0, $1, $2, $3" if bits else f"v_and_b32 $0, {pair(mask)}, $1"
 
 
 @triton.jit
-def _shift_words(words, SHIFT: tl.constexpr, UNPACK: tl.constexpr):
+def shift_words(words, SHIFT: tl.constexpr, UNPACK: tl.constexpr):
     """Both words of each register moved right; bits of the neighbour come in and are masked later."""
     if SHIFT == 0:
         return words
-    if UNPACK == "plain":
+    elif UNPACK == "plain":
         return words >> SHIFT
-    ASM: tl.constexpr = _shift_asm(UNPACK, SHIFT)
-    REGS: tl.constexpr = "=r,r" if UNPACK == "ptx" else "=v,v"
-    return tl.inline_asm_elementwise(ASM, REGS, [words], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        ASM: tl.constexpr = _shift_asm(UNPACK, SHIFT)
+        REGS: tl.constexpr = "=r,r" if UNPACK == "ptx" else "=v,v"
+        return tl.inline_asm_elementwise(ASM, REGS, [words], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _mask_words(words, MASK: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, UNPACK: tl.constexpr):
+def mask_words(words, MASK: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, UNPACK: tl.constexpr):
     """``(words & MASK) | BITS`` seen as `DTYPE`."""
     if UNPACK == "plain":
-        return ((words & MASK) | BITS).to(DTYPE, bitcast=True)
-    ASM: tl.constexpr = _mask_asm(UNPACK, MASK, BITS)
-    REGS: tl.constexpr = "=r,r" if UNPACK == "ptx" else "=v,v"
-    if UNPACK == "gcn" and BITS != 0:
+        masked = (words & MASK) | BITS
+    elif UNPACK == "gcn" and BITS != 0:
         # A three-operand instruction of gfx9 takes no literal: mask and bits come in registers.
+        AND_OR: tl.constexpr = _mask_asm(UNPACK, MASK, BITS)
         mask = tl.full((1, 1), MASK, tl.int16)
         bits = tl.full((1, 1), BITS, tl.int16)
         masked = tl.inline_asm_elementwise(
-            ASM, "=v,v,v,v", [words, mask, bits], dtype=tl.int16, is_pure=True, pack=2
+            AND_OR, "=v,v,v,v", [words, mask, bits], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
+        ASM: tl.constexpr = _mask_asm(UNPACK, MASK, BITS)
+        REGS: tl.constexpr = "=r,r" if UNPACK == "ptx" else "=v,v"
         masked = tl.inline_asm_elementwise(ASM, REGS, [words], dtype=tl.int16, is_pure=True, pack=2)
     return masked.to(DTYPE, bitcast=True)
 
@@ -153,20 +154,21 @@ def operand(
     """One operand of a plane, as `DTYPE`: see the top of the file for its value.
 
     Args:
-        words: int16 ``[BLOCK_N, words in a block]``.
+        words: int16 ``[BLOCK_N, columns]``.
         PLANE: Which plane.
         PART: Which of the plane's `parts`.
         NUM_BITS: 4 or 8.
-        DTYPE: The activations' dtype.
+        DTYPE: The activations' dtype; fp32 operands are the codes themselves.
         SUBNORMAL: Use the subnormal form (fp16 only).
         UNPACK: "ptx" or "gcn" for two words an instruction, "plain" for what every target has.
     """
     if DTYPE == tl.float32:
         return codes_f32(words, PLANE, NUM_BITS)
-    SHIFT: tl.constexpr = _shift_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
-    MASK: tl.constexpr = _mask_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
-    BITS: tl.constexpr = _bits_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
-    return _mask_words(_shift_words(words, SHIFT, UNPACK), MASK, BITS, DTYPE, UNPACK)
+    else:
+        SHIFT: tl.constexpr = _shift_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
+        MASK: tl.constexpr = _mask_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
+        BITS: tl.constexpr = _bits_of(PLANE, PART, NUM_BITS, DTYPE, SUBNORMAL)
+        return mask_words(shift_words(words, SHIFT, UNPACK), MASK, BITS, DTYPE, UNPACK)
 
 
 @triton.jit
@@ -177,7 +179,8 @@ def round_to(value, DTYPE: tl.constexpr):
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return value.to(DTYPE)
+    else:
+        return value.to(DTYPE)
 
 
 @triton.jit
@@ -185,4 +188,5 @@ def dot(a, b, acc):
     """``acc + a @ b`` in fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
