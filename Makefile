@@ -5,14 +5,18 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+ARCHS ?= sm_80 sm_89 sm_90 sm_100 gfx942
+TRITON36 := build/triton36
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format
+.PHONY: help install demo test test-triton36 audit lint format
 
 help:
 	@echo "make demo     a trained model on two processes, quantized to int4, generating text"
 	@echo "make test     lint, type check and all tests"
 	@echo "make lint     ruff and mypy"
+	@echo "make audit    compile every kernel for ARCHS, count its instructions, and check the goals"
+	@echo "make test-triton36  the kernels' tests on Triton 3.6"
 	@echo "make format   ruff, rewriting files"
 	@echo "make install  .venv with this package and everything that the targets above need"
 
@@ -31,6 +35,21 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Hundreds of compilations an architecture, an hour on two cores; ARCHS=sm_90 takes less. Triton keeps them.
+audit: $(STAMP)
+	@mkdir -p build
+	$(BIN)/woq-triton audit $(ARCHS:%=--arch %) --check --jobs $(WORKERS) --output build/audit.json
+
+# Triton 3.6 replaces the pinned one after the installation: torch's CUDA build would not resolve with it.
+$(TRITON36)/.installed: pyproject.toml constraints.txt
+	test -x $(TRITON36)/bin/python || $(PYTHON) -m venv $(TRITON36)
+	$(TRITON36)/bin/python -m pip install -c constraints.txt -e '.[autotp,test]'
+	$(TRITON36)/bin/python -m pip install --no-deps triton==3.6.0
+	@touch $@
+
+test-triton36: $(TRITON36)/.installed
+	$(TRITON36)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels $(wildcard tests/test_audit*.py)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
