@@ -5,13 +5,14 @@ computes with the weight. Both work: the attributes cost nothing, and any operat
 Writing to it is refused; a slice of it is a dense copy, and writing to that changes nothing else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from woq_triton.scheme import QuantScheme
 from woq_triton.weight import QuantizedWeight
 
 
@@ -19,31 +20,42 @@ class LazyWeight(Tensor):
     """A read-only tensor that is dequantized, anew each time, when an operation uses it.
 
     Args:
-        qweight: The weight it stands for.
+        read: Gives the weight it stands for, when an operation needs it.
+        scheme: How that is quantized.
+        shape: ``(out_features, in_features)``.
         dtype: The dtype it shows and dequantizes to.
+        device: Where the weight is.
     """
 
-    qweight: QuantizedWeight
+    _read: Callable[[], QuantizedWeight]
+    scheme: QuantScheme
 
     @staticmethod
-    def __new__(cls, qweight: QuantizedWeight, dtype: torch.dtype) -> "LazyWeight":
+    def __new__(
+        cls,
+        read: Callable[[], QuantizedWeight],
+        scheme: QuantScheme,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "LazyWeight":
         """Make the wrapper, which has no storage."""
         wrapper: LazyWeight = Tensor._make_wrapper_subclass(
-            cls, qweight.shape, dtype=dtype, device=qweight.device, requires_grad=False
+            cls, shape, dtype=dtype, device=device, requires_grad=False
         )
-        wrapper.qweight = qweight
+        wrapper._read, wrapper.scheme = read, scheme
         return wrapper
 
-    def __init__(self, qweight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Name, shape and scheme; printing does not dequantize."""
-        return f"LazyWeight({tuple(self.shape)}, {self.qweight.scheme}, dtype={self.dtype})"
+        return f"LazyWeight({tuple(self.shape)}, {self.scheme}, dtype={self.dtype})"
 
     def dequantize(self) -> Tensor:
         """The dense weight."""
-        return self.qweight.dequantize(self.dtype)
+        return self._read().dequantize(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is dense: it may be written to."""
@@ -65,7 +77,7 @@ class LazyWeight(Tensor):
     ) -> Any:
         """Run the operation on the dense weight; refuse one that would write to it."""
         if func is torch.ops.aten.detach.default:  # `weight.data` and `weight.detach()`
-            return cls(args[0].qweight, args[0].dtype)
+            return args[0]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
                 raise RuntimeError(

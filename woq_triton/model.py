@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from woq_triton import backends
 from woq_triton.config import FALLBACK, Schemes, parse_config, scheme_for
-from woq_triton.modules import QuantizedEmbedding, QuantizedLinear, QuantizedModule
+from woq_triton.modules import QuantizedEmbedding, QuantizedLinear, QuantizedModule, rearrange_for_cpu
 from woq_triton.quantize import WEIGHT_DTYPES, check_values, quantized_nbytes
 from woq_triton.report import LayerReport, QuantizationReport, SkippedLayer
 from woq_triton.scheme import QuantScheme
@@ -147,7 +147,19 @@ def quantize_model(
         if on_layer is not None:
             on_layer(len(report.layers), total)
     model.requires_grad_(False)
+    done.clear()  # it holds weights, which are rearranged next
+    _rearrange(model, report)
     return report
+
+
+def _rearrange(model: nn.Module, report: QuantizationReport) -> None:
+    """Arrange layers on a CPU for its kernels, and put in the report what serves them now."""
+    rearrange_for_cpu(model)
+    for index, layer in enumerate(report.layers):
+        module = model.get_submodule(layer.name)
+        assert isinstance(module, QuantizedModule)
+        nbytes = 0 if layer.tied_to else module.nbytes
+        report.layers[index] = replace(layer, bytes_after=nbytes, implementation=module.implementation)
 
 
 def make_plan(

@@ -1,14 +1,21 @@
 """Autograd-free layers on a quantized weight."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from woq_triton import backends
+from woq_triton.backends import cpu_packed
 from woq_triton.lazy_weight import LazyWeight
 from woq_triton.scheme import QuantScheme
 from woq_triton.weight import QuantizedWeight, quantize
+
+_EXTRA = ("scale_and_zero", "zero_rest")
+"""Buffers that a layer has besides scale and min while its codes are rearranged for int4."""
 
 
 class QuantizedModule(nn.Module):
@@ -55,7 +62,19 @@ class QuantizedModule(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A stand-in for the dense weight: shape, dtype and device are free, any arithmetic dequantizes."""
-        return LazyWeight(self.qweight, self.weight_dtype)
+        return LazyWeight(
+            lambda: self.qweight, self.scheme, self.weight_shape, self.weight_dtype, self.packed.device
+        )
+
+    @property
+    def implementation(self) -> str:
+        """What serves the layer, as reports show it."""
+        return backends.name_for(self.packed.device.type)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and metadata, as the layer holds them."""
+        return self.qweight.nbytes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModule":
         # Set aside, as a cast would round them.
@@ -79,6 +98,9 @@ class QuantizedModule(nn.Module):
                 self._buffers[name] = moved
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
     def extra_repr(self) -> str:
         """Shape and scheme, as ``print(model)`` shows them."""
         return f"{self.weight_shape[0]}, {self.weight_shape[1]}, {self.scheme}, dtype={self.weight_dtype}"
@@ -100,6 +122,7 @@ class QuantizedLinear(QuantizedModule):
     ) -> None:
         super().__init__(qweight, weight_dtype)
         self.out_features, self.in_features = qweight.shape
+        self._wants_rearranged = False
         # A Parameter of its own: DeepSpeed's carry references that keep the dense layer alive.
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -121,10 +144,133 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]`` in x's dtype."""
-        out: Tensor = torch.ops.woq_triton.linear.default(
-            x, self.packed, self.scale, self.min, self.bias, *self._op_scheme
-        )
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias``; subclasses that have more to do with the bias call this."""
+        op_scheme = self._op_scheme
+        if self.rearranged:
+            out: Tensor = torch.ops.woq_triton.linear_rearranged.default(
+                x,
+                self.packed,
+                self.scale,
+                self.min,
+                *(self._buffers.get(name) for name in _EXTRA),
+                bias,
+                op_scheme[1],
+                op_scheme[4],
+            )
+        else:
+            out = torch.ops.woq_triton.linear.default(x, self.packed, self.scale, self.min, bias, *op_scheme)
         return out
+
+    def rearrange(self) -> bool:
+        """Keep the codes as torch's fastest CPU kernel takes them, where one serves this weight.
+
+        They take the place of the canonical codes. What leaves the layer stays canonical: `qweight`,
+        `state_dict`, pickles and copies on other devices; a copy or a cast is rearranged again. Not for
+        layers that share their weight with another, see `rearrange_for_cpu`.
+
+        Returns:
+            Whether the codes are rearranged now.
+        """
+        self._wants_rearranged = True
+        return self._settle_arrangement()
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether `packed` holds uint8 codes as `woq_triton.backends.cpu_packed` arranges them."""
+        return self.packed.dtype == torch.uint8
+
+    @property
+    def qweight(self) -> QuantizedWeight:
+        """The quantized weight; its tensors are the layer's own, or canonical copies if rearranged."""
+        qweight = super().qweight
+        if not self.rearranged:
+            return qweight
+        packed = cpu_packed.restore(self.packed, self.scheme, self.weight_shape)
+        minimum = None if self.min is None else self.min.contiguous()
+        return replace(qweight, packed=packed, scale=self.scale.contiguous(), min=minimum)
+
+    @property
+    def implementation(self) -> str:
+        """What serves the layer, as reports show it."""
+        return cpu_packed.NAMES[self.scheme.num_bits] if self.rearranged else super().implementation
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and metadata, as the layer holds them."""
+        extra = [self._buffers[name] for name in _EXTRA if name in self._buffers]
+        scale = [] if extra else [self.scale]  # otherwise part of scale_and_zero
+        tensors = (self.packed, self.min, *scale, *extra)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def _settle_arrangement(self) -> bool:
+        """Rearrange, or restore, according to where the layer is and what it is cast to."""
+        fits = self._wants_rearranged and cpu_packed.fits(
+            self.scheme, self.weight_shape, self.scale.dtype, self.weight_dtype, self.packed.device.type
+        )
+        if fits and not self.rearranged:
+            self._hold(
+                cpu_packed.rearrange(self.packed, self.scale, self.min, self.scheme, self.weight_shape)
+            )
+        elif not fits:
+            self._restore()
+        return self.rearranged
+
+    def _restore(self) -> None:
+        if self.rearranged:
+            qweight = self.qweight
+            self._hold(cpu_packed.Rearranged(qweight.packed, qweight.scale, qweight.min))
+
+    def _hold(self, tensors: cpu_packed.Rearranged) -> None:
+        # A new Parameter, so that whoever shares the old one keeps what it had.
+        packed = nn.Parameter(tensors.codes, requires_grad=False)
+        vars(packed).update(vars(self.packed))
+        self.packed = packed
+        self.scale, self.min = tensors.scale, tensors.min
+        for name, buffer in zip(_EXTRA, (tensors.scale_and_zero, tensors.zero_rest), strict=True):
+            if name in self._buffers:
+                delattr(self, name)
+            if buffer is not None:
+                self.register_buffer(name, buffer, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        if fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device.type != "cpu":
+            self._restore()
+        super()._apply(fn, recurse)
+        self._settle_arrangement()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.rearranged:
+            destination.update({prefix + name: tensor for name, tensor in self._canonical().items()})
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._restore()
+        super()._load_from_state_dict(*args)
+        self._settle_arrangement()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.rearranged:
+            tensors = self._canonical()
+            packed = nn.Parameter(tensors.pop("packed"), requires_grad=False)
+            state["_parameters"] = {**self._parameters, "packed": packed}
+            others = {name: buffer for name, buffer in self._buffers.items() if name not in _EXTRA}
+            state["_buffers"] = {**others, **tensors}
+            state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - set(_EXTRA)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle_arrangement()
+
+    def _canonical(self) -> dict[str, Tensor]:
+        qweight = self.qweight
+        tensors = {"packed": qweight.packed, "scale": qweight.scale, "min": qweight.min}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def extra_repr(self) -> str:
         """Shape, scheme and bias, as ``print(model)`` shows them."""
@@ -178,6 +324,18 @@ class QuantizedEmbedding(QuantizedModule):
             ids, self.packed, self.scale, self.min, *self._op_scheme, self.weight_dtype
         )
         return rows
+
+
+def rearrange_for_cpu(model: nn.Module) -> None:
+    """Rearrange every layer of a model that a CPU kernel serves, see `QuantizedLinear.rearrange`.
+
+    Layers that share their weight with another, such as a head tied to its embedding, stay as they are.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    owners = Counter(id(layer.packed) for layer in layers)
+    for layer in layers:
+        if isinstance(layer, QuantizedLinear) and owners[id(layer.packed)] == 1:
+            layer.rearrange()
 
 
 def _tensor(module: nn.Module, attribute: str, name: str) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from woq_triton import backends
+from woq_triton.backends import cpu_packed
 from woq_triton.quantize import WEIGHT_DTYPES
 from woq_triton_kernels import layout
 
@@ -36,6 +37,11 @@ _SCHEMAS = {
     "embedding": f"(Tensor ids, {_WEIGHT}, {_SCHEME}, ScalarType? out_dtype=None) -> Tensor",
     "dequantize": f"({_WEIGHT}, {_SCHEME}, ScalarType? out_dtype=None) -> Tensor",
 }
+_REARRANGED = "linear_rearranged"
+_REARRANGED_SCHEMA = (
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? min, Tensor? scale_and_zero, Tensor? zero_rest, "
+    "Tensor? bias, int group_size, int in_features) -> Tensor"
+)
 _DEVICE_OF_KEY = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": None}
 
 
@@ -83,18 +89,22 @@ def _check_linear(
     """Raise if activations do not fit their weight, or the weight itself is wrong."""
     _check_weight(packed, scale, min, *scheme)
     out_features, in_features = scheme[3:5]
-    if x.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}; cast it to bfloat16, float16 or float32")
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"x has shape {tuple(x.shape)}, but the weight has in_features={in_features}")
-    if x.device != packed.device:
-        raise ValueError(f"x is on {x.device}, but the weight is on {packed.device}; move one of them")
+    _check_x(x, packed, in_features)
     if bias is None:
         return
     if bias.shape != (out_features,) or bias.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, but must be float ({out_features},)")
     if bias.device != packed.device:
         raise ValueError(f"bias is on {bias.device}, the weight on {packed.device}; move them together")
+
+
+def _check_x(x: Tensor, weight: Tensor, in_features: int) -> None:
+    if x.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}; cast it to bfloat16, float16 or float32")
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but the weight has in_features={in_features}")
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}, but the weight is on {weight.device}; move one of them")
 
 
 def _check_embedding(ids: Tensor, packed: Tensor, scale: Tensor, min: Tensor | None, *scheme: Any) -> None:
@@ -154,6 +164,27 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def _linear_rearranged(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    min: Tensor | None,
+    scale_and_zero: Tensor | None,
+    zero_rest: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    in_features: int,
+) -> Tensor:
+    """The private op of layers whose codes are in a CPU kernel's own arrangement."""
+    _check_x(x, codes, in_features)
+    return cpu_packed.linear(x, codes, scale, min, scale_and_zero, zero_rest, bias, group_size)
+
+
+def _fake_linear_rearranged(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    _check_x(x, codes, rest[-1])
+    return x.new_empty((*x.shape[:-1], scale.shape[0]))
+
+
 def _refuse_autograd(op: str) -> Callable[..., Tensor]:
     """The function behind the Autograd key: a silently dropped gradient would be worse than an error."""
 
@@ -180,6 +211,10 @@ def _register() -> torch.library.Library:
             library.impl(op, _implement(op, device), key)
         library.impl(op, _refuse_autograd(op), "Autograd")
         torch.library.register_fake(f"woq_triton::{op}", _FAKES[op], lib=library)
+    library.define(_REARRANGED + _REARRANGED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(_REARRANGED, _linear_rearranged, "CPU")
+    library.impl(_REARRANGED, _refuse_autograd(_REARRANGED), "Autograd")
+    torch.library.register_fake(f"woq_triton::{_REARRANGED}", _fake_linear_rearranged, lib=library)
     return library
 
 

@@ -7,7 +7,6 @@ quantized one. A shard is quantized by itself: its groups start at its own first
 from copy import deepcopy
 from typing import Any
 
-import torch
 from deepspeed import comm as dist
 from deepspeed.module_inject.layers import (
     GatherFromTensorParallelRegion,
@@ -101,7 +100,7 @@ class _Parallel(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "mp_group": None}
+        return {**super().__getstate__(), "mp_group": None}
 
     def extra_repr(self) -> str:
         """As the plain layer's, and which shard it is."""
@@ -144,10 +143,7 @@ class QuantizedRowParallel(_Parallel, QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., this rank's in] -> [..., out_features]``, the same on every rank."""
-        partial: Tensor = torch.ops.woq_triton.linear.default(
-            x, self.packed, self.scale, self.min, None, *self._op_scheme
-        )
-        out = self._all_reduce(partial)
+        out = self._all_reduce(self.multiply(x, None))
         if self.bias is not None:
             out += self.bias
         return out
