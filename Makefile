@@ -9,13 +9,14 @@ ARCHS ?= sm_80 sm_89 sm_90 sm_100 gfx942
 TRITON36 := build/triton36
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-triton36 audit lint format
+.PHONY: help install demo test test-triton36 audit families lint format
 
 help:
 	@echo "make demo     a trained model on two processes, quantized to int4, generating text"
 	@echo "make test     lint, type check and all tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make audit    compile every kernel for ARCHS, count its instructions, and check the goals"
+	@echo "make families every family that AutoTP shards, quantized and compared, as a table"
 	@echo "make test-triton36  the kernels' tests on Triton 3.6"
 	@echo "make format   ruff, rewriting files"
 	@echo "make install  .venv with this package and everything that the targets above need"
@@ -40,6 +41,9 @@ test: lint
 audit: $(STAMP)
 	@mkdir -p build
 	$(BIN)/woq-triton audit $(ARCHS:%=--arch %) --check --jobs $(WORKERS) --output build/audit.json
+
+families: $(STAMP)
+	$(BIN)/python scripts/families.py
 
 # Triton 3.6 replaces the pinned one after the installation: torch's CUDA build would not resolve with it.
 $(TRITON36)/.installed: pyproject.toml constraints.txt

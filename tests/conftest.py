@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one accelerator, threads that share the cores, repeatable examples."""
+"""What holds for every test: no network, threads that share the cores, and examples that can be repeated."""
 
 import os
 

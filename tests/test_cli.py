@@ -16,7 +16,6 @@ from woq_triton.cli import app
 from woq_triton.serving.options import DEMO_MODEL
 from woq_triton.serving.summary import render
 
-pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -13,7 +13,6 @@ from tests import rank_functions
 from woq_triton.serving.launcher import RankFailed, launch
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.timeout(180)
 
 
 def test_results_come_back_by_rank_and_what_ranks_print_goes_to_their_logs(

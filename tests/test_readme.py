@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from woq_triton.serving.options import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +29,6 @@ def test_the_sample_on_plain_tensors_runs_and_saves_memory() -> None:
     assert 0.25 < float(result.stdout) < 0.28  # 4 bits of 16, and 2 numbers of 16 bits for 128 weights
 
 
-@pytest.mark.timeout(300)
 def test_the_sample_for_autotp_runs_on_two_ranks(tmp_path: Path) -> None:
     code = block_with("deepspeed.init_inference").replace("meta-llama/Llama-3.1-8B", str(DEMO_MODEL))
     # DeepSpeed would compile its shared-memory all-reduce first, which takes minutes.
