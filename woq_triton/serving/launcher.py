@@ -1,33 +1,29 @@
 """Run a function on local ranks through torch.distributed's launcher, and tell failures apart.
 
 The launcher starts the processes, gives them a rendezvous on a free loopback port, and ends all of them when
-one fails or when it is interrupted. Added here: what ranks print goes to a log file each, so that standard
-output stays clean; the rank that failed first is named with its own error, once; ranks do not outlive a
-launcher that was killed.
+one fails or when it is interrupted; `woq_triton.serving.rank_process` is what it starts. Added here: the rank
+that failed first is named with its own error, once.
 """
 
-import ctypes
-import faulthandler
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-_PR_SET_PDEATHSIG = 1
+from woq_triton.serving import rank_process
+from woq_triton.serving.rank_process import Request
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOG_LINES_SHOWN = 15
 
@@ -36,7 +32,7 @@ class Interrupted(Exception):
     """The launcher was asked to stop; all ranks have ended."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RankFailed(Exception):
     """A rank failed, and all others were ended.
 
@@ -51,22 +47,13 @@ class RankFailed(Exception):
     details: str
 
     def describe(self, verbose: bool) -> str:
-        """The error for people; with the details if verbose, or if the message alone says too little."""
-        return f"error: rank {self.rank}: {self.message}" + (
-            f"\n\n{self.details.rstrip()}" if verbose else ""
-        )
-
-
-@dataclass(frozen=True)
-class _Failure:
-    time: float
-    rank: int
-    message: str
-    details: str
+        """The error for people, with the details if verbose."""
+        details = f"\n\n{self.details.rstrip()}" if verbose else ""
+        return f"error: rank {self.rank}: {self.message}{details}"
 
 
 def launch(
-    function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, logs: Path, verbose: bool
+    function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, folder: Path, verbose: bool
 ) -> list[Any]:
     """Call a function on every rank of this machine.
 
@@ -75,7 +62,7 @@ def launch(
             environment variables of torch.distributed set. ``terminal`` is the caller's standard error.
         arguments: Picklable.
         ranks: Processes to start.
-        logs: An empty folder for what ranks print.
+        folder: An empty folder for what goes to the ranks and comes from them, their logs included.
         verbose: Let ranks print to standard error instead.
 
     Returns:
@@ -85,9 +72,8 @@ def launch(
         RankFailed: A rank raised or died.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
     """
-    # Their account of a failure, a screen long, would come on top of ours.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _silence_launcher()
+    Request(function, arguments, verbose).write(folder)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -98,16 +84,25 @@ def launch(
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        shutdown_timeout=5,
+        # Not SIGINT: that one would be passed on, and have each rank tell where it was.
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
     )
     try:
         with _signal_handlers_restored():
-            results = elastic_launch(config, _run)(function, arguments, str(logs), verbose)
+            # A command, unlike a function, gets a session of its own, which no terminal's Ctrl-C reaches.
+            elastic_launch(config, sys.executable)("-m", rank_process.__name__, str(folder))
     except ChildFailedError as error:
-        raise _explain(error, logs) from None
+        raise _explain(error, folder) from None
     except (SignalException, KeyboardInterrupt):
         raise Interrupted from None
-    return [results[rank] for rank in range(ranks)]
+    return [rank_process.read_result(folder, rank) for rank in range(ranks)]
+
+
+def _silence_launcher() -> None:
+    """Keep torch's launcher from telling of failures and signals too: each of its modules sets a level."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -124,59 +119,16 @@ def _signal_handlers_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run(function: Callable[..., Any], arguments: tuple[Any, ...], logs: str, verbose: bool) -> Any:
-    """One rank."""
-    rank = int(os.environ["RANK"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher as well, which ends the ranks.
-    _end_with_parent()
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
-    _redirect_output(terminal if verbose else open(Path(logs) / f"rank{rank}.log", "w", buffering=1))
-    faulthandler.enable()
-    try:
-        return function(terminal, *arguments)
-    except BaseException as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, (ValueError, RuntimeError)) and str(error):
-            message = f"{type(error).__name__}: {message}"
-        failure = _Failure(time.time(), rank, message, traceback.format_exc())
-        _write(failure, Path(logs))
-        traceback.print_exc()
-        # Another rank's death surfaces here as a lost connection: let the launcher see that death first.
-        time.sleep(0.5)
-        sys.stderr.flush()
-        os._exit(1)  # Threads of the process group could keep an ordinary exit waiting.
-
-
-def _redirect_output(target: TextIO) -> None:
-    """Send this process's standard output and error to a file, also what C++ code writes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(target.fileno(), 1)
-    os.dup2(target.fileno(), 2)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this process when the launcher dies without ending it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _write(failure: _Failure, logs: Path) -> None:
-    partial = logs / f"rank{failure.rank}.partial"
-    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    partial.rename(logs / f"rank{failure.rank}.failure")
-
-
-def _explain(error: ChildFailedError, logs: Path) -> RankFailed:
+def _explain(error: ChildFailedError, folder: Path) -> RankFailed:
     """The first failure: a rank that died without a word, else the earliest that left one."""
-    rank, exit_of = error.get_first_failure()
-    failures = [_Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in logs.glob("*.failure")]
+    rank, process = error.get_first_failure()
+    failures = rank_process.read_failures(folder)
     if any(failure.rank == rank for failure in failures):
         first = min(failures, key=lambda failure: failure.time)
         return RankFailed(first.rank, first.message, first.details)
-    log = logs / f"rank{rank}.log"
+    log = rank_process.log_file(folder, rank)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return RankFailed(rank, _how_it_ended(exit_of.exitcode), "\n".join(lines[-_LOG_LINES_SHOWN:]))
+    return RankFailed(rank, _how_it_ended(process.exitcode), "\n".join(lines[-_LOG_LINES_SHOWN:]))
 
 
 def _how_it_ended(exitcode: int) -> str:

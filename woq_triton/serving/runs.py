@@ -39,11 +39,11 @@ def run_and_compare(options: GenerateOptions, scratch: Path, verbose: bool) -> t
 
 
 def _run(options: GenerateOptions, scratch: Path, verbose: bool) -> list[RankResult]:
-    logs = scratch / f"logs-{options.tp}"
+    folder = scratch / f"ranks-{options.tp}"
     saved = _saved(scratch, options.tp)
-    logs.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     saved.mkdir(exist_ok=True)
-    results: list[RankResult] = launch(run_rank, (options, str(saved)), options.tp, logs, verbose)
+    results: list[RankResult] = launch(run_rank, (options, str(saved)), options.tp, folder, verbose)
     for rank, result in enumerate(results):
         for phase in PHASES:
             if _phase(result, phase).generation.tokens != _phase(results[0], phase).generation.tokens:
