@@ -334,8 +334,8 @@ def make_engine(name: str, how: str, folder: str, **overrides: Any) -> nn.Module
 
 
 def write_checkpoint(name: str, files: int, folder: str, **overrides: Any) -> None:
-    """Write a family's weights into so many files, on rank 0; layers are not cut in two."""
-    if torch.distributed.get_rank() == 0:
+    """Write a family's weights into so many files, once, on rank 0; layers are not cut in two."""
+    if torch.distributed.get_rank() == 0 and not os.listdir(folder):
         weights = families.build(name, **overrides).state_dict()
         layers: dict[str, list[str]] = {}
         for key in weights:
@@ -343,7 +343,7 @@ def write_checkpoint(name: str, files: int, folder: str, **overrides: Any) -> No
         names = list(layers)
         for index in range(files):
             part = names[len(names) * index // files : len(names) * (index + 1) // files]
-            tensors = {key: weights[key].contiguous() for layer in part for key in layers[layer]}
+            tensors = {key: weights[key].clone() for layer in part for key in layers[layer]}
             save_file(tensors, os.path.join(folder, f"{index:05d}.safetensors"))
         del weights
         gc.collect()

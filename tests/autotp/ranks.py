@@ -50,6 +50,7 @@ class Pool:
             wrapped in a `RankError`; for one that died, None.
 
         Raises:
+            RankError: Some rank did not answer in time, because another one raised; the pool is ended.
             TimeoutError: Some rank did not answer in time; the pool is ended.
         """
         for pipe in self.pipes:

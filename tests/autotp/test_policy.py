@@ -1,0 +1,61 @@
+"""Quantizing while AutoTP shards gives the model that quantizing afterwards gives, in less memory."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.autotp import ranks
+
+CASES = "tests.autotp.cases"
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", "memory"),
+        ("llama", "host"),
+        ("llama", "1"),
+        ("llama", "3"),
+        ("codegen", "memory"),  # reads its head counts from modules that AutoTP shrinks
+        ("opt", "memory"),
+        ("gpt_neox", "2"),
+    ],
+)
+def test_the_model_is_the_one_that_quantizing_afterwards_gives(family: str, how: str, tmp_path: Path) -> None:
+    for result in ranks.run(2, f"{CASES}:policy_against_afterwards", family, how, str(tmp_path)):
+        assert result["state"] == []
+        assert result["missing"] == []
+        assert result["heads"] == []
+        assert result["layers"] and result["skipped"]
+        assert result["logits"] == 0.0
+
+
+def test_settings_of_keys_reach_the_layers_that_they_name(tmp_path: Path) -> None:
+    results = ranks.run(
+        2, f"{CASES}:policy_against_afterwards", "llama", "memory", str(tmp_path), num_bits=8, group_dim=0
+    )
+    assert all(result["logits"] == 0.0 and result["layers"] for result in results)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_weight_that_cannot_be_quantized_makes_every_rank_raise_at_the_end(rank: int) -> None:
+    results = ranks.run(2, f"{CASES}:policy_failure", rank)
+    assert results[0] == results[1]
+    kind, message = results[0]["raised"]
+    assert kind == "ValueError"
+    assert f"rank {rank}: layer 'model.layers.0.mlp.up_proj' has NaN" in message
+    assert "load the model anew" in message
+    assert results[0]["hooks left"] == 0
+
+
+def test_a_block_without_an_engine_is_an_error() -> None:
+    import woq_triton.autotp
+    from tests.autotp.cases import config
+
+    with (
+        pytest.raises(RuntimeError, match="no DeepSpeed inference engine"),
+        woq_triton.autotp.ReplacePolicy(config()),
+    ):
+        pass
+    with pytest.raises(ValueError, match="num_bits is 3"):
+        woq_triton.autotp.ReplacePolicy(config(num_bits=3))
