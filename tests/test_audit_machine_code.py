@@ -165,6 +165,11 @@ def test_a_source_without_a_loop_is_counted_whole():
     assert find_main_loop(whole, looped=False).instructions == whole.instructions
 
 
+def test_a_loop_that_the_compiler_unrolled_entirely_is_not_mistaken_for_one_that_retries():
+    straight = program(*(line for line, _ in LOOP[1:-1]))
+    assert find_main_loop(straight).instructions == straight.instructions
+
+
 def test_each_instruction_is_classed_by_what_it_is_there_for():
     loop = find_main_loop(program(*(line for line, _ in LOOP)))
     expected = [(line, kind) for line, kind in LOOP if kind]
@@ -190,12 +195,13 @@ def test_stores_of_unpacked_weights_are_told_from_other_stores():
         "PRMT R95, R93, 0x5410, R94",
         "STS [R90], R95",  # two activations put side by side
         "STS.128 [R90], R36",  # the words of the shift: unpacked, if only by a shift
+        "STS [R90], R8",  # a sum of products with weights
     ]
     lines = [line for line, _ in LOOP]
     unpacked = lines.index("HMMA.16816.F32 R32, R32, R24, RZ")
     loop = find_main_loop(program(*lines[:unpacked], *stores, *lines[unpacked:]))
     assert loop.weight_stores() == 2
-    assert sum(instruction.stores_shared for instruction in loop.instructions) == 4
+    assert sum(instruction.stores_shared for instruction in loop.instructions) == 5
 
 
 AMD = """

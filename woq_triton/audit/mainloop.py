@@ -77,7 +77,7 @@ class MainLoop:
 
 
 def find_main_loop(program: Program, looped: bool = True) -> MainLoop:
-    """The innermost loop with most matrix instructions, or all of a program without a loop.
+    """The innermost loop with most matrix instructions, or all of a program without one.
 
     Args:
         program: The disassembled kernel.
@@ -104,8 +104,10 @@ def find_main_loop(program: Program, looped: bool = True) -> MainLoop:
         span
         for span in matrix
         if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in matrix)
-    ] or [span for span in inner if weight(span)[1]]
+    ]
     whole = (0, len(program.instructions))
+    if not weight(whole)[0]:
+        candidates = [span for span in inner if weight(span)[1]]
     best = max(candidates, key=weight, default=whole)
     body = program.instructions[slice(*best)]
     return MainLoop(body, _classify(body), looped=best != whole)
@@ -134,7 +136,7 @@ class _Graph:
         return found
 
     def backward(self, roots: Iterable[tuple[int, str]]) -> set[int]:
-        """Instructions whose results reach a root through registers, not through memory."""
+        """Instructions whose results reach a root through registers, not through memory or a product."""
         reached: set[int] = set()
         pending = [writer for root in roots for writer in self.defining(*root)]
         while pending:
@@ -142,7 +144,7 @@ class _Graph:
             if index in reached:
                 continue
             reached.add(index)
-            if self.body[index].kind != "memory":
+            if self.body[index].kind not in ("memory", "matrix"):
                 for register in self.body[index].uses:
                     pending += self.defining(index, register)
         return reached

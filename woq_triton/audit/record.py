@@ -37,7 +37,8 @@ class Record:
         weight_stores: Those of them that store unpacked weights.
         loop_instructions: Instructions in the main loop that a warp issues (AMD: scalar ones aside).
         scalar_instructions: AMD's scalar ones, which issue beside the others.
-        unrolled: Iterations of the source's loop in one of the machine loop.
+        unrolled: Iterations of the source's loop in one of the machine loop (in the whole program, where
+            the compiler unrolled it entirely).
         weights_per_thread_per_iteration: Weights that a program multiplies in one machine iteration,
             a thread's share.
         lane_instructions_per_weight: The quotient of the two.
@@ -130,7 +131,8 @@ def measure(
             f"{compiled.launch.name} for {compiled.arch} loads no packed weights in its main loop"
         )
     threads = compiled.num_warps * chip.warp
-    unrolled = _unrolled(loop, source.matrix_instructions or block_m * weights // threads)
+    expected = source.matrix_instructions or block_m * weights // threads
+    unrolled = max(1, loop.products() // expected) if source.looped and expected else 1
     weights *= unrolled
     per_weight = threads / weights
     resident = chip.resident_programs(compiled.registers, compiled.shared_bytes, compiled.num_warps)
@@ -172,13 +174,6 @@ def measure(
         predicted_bound=bound,
         predicted_fraction=round(fraction, 4),
     )
-
-
-def _unrolled(loop: MainLoop, expected: int) -> int:
-    """Source iterations in one of the machine loop, by the products that each needs."""
-    if not loop.looped or expected == 0:
-        return 1
-    return max(1, loop.products() // expected)
 
 
 def _predict(
