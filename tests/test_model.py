@@ -212,7 +212,7 @@ def test_a_config_whose_layers_are_all_left_alone_says_why():
 def test_overlapping_keys_are_an_error_before_anything_changed():
     model = make_llama()
     state = state_of(model)
-    with pytest.raises(ValueError, match="'self_attn'.*'q_proj'"):
+    with pytest.raises(ValueError, match=r"'self_attn'.*'q_proj'"):
         quantize_model(model, config(self_attn=SETTINGS, q_proj=SETTINGS | {"num_bits": 8}))
     assert_unchanged(model, state)
 
