@@ -69,7 +69,7 @@ class QuantizedModule(nn.Module):
     @property
     def implementation(self) -> str:
         """What serves the layer, as reports show it."""
-        return backends.name_for(self.packed.device.type)
+        return backends.name_for_weight(self.packed, self.scale, self.min, *self._op_scheme)
 
     @property
     def nbytes(self) -> int:

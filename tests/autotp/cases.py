@@ -430,6 +430,7 @@ def peak_memory(how: str, folder: str, during: bool, hidden: int = 1024, layers:
     }
     if how not in ("memory", "host"):
         write_checkpoint("llama", int(how), folder, **size)
+    memory()  # loads and allocates what stays for good
     with Peak() as peak:
         if during:
             with woq_triton.autotp.ReplacePolicy(config(group_size=128)) as policy:

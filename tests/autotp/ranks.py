@@ -28,6 +28,8 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("spawn")
+        # Freed tensors go back to the system at once, so that a process's size says what it holds.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

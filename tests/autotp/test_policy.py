@@ -59,3 +59,13 @@ def test_a_block_without_an_engine_is_an_error() -> None:
         pass
     with pytest.raises(ValueError, match="num_bits is 3"):
         woq_triton.autotp.ReplacePolicy(config(num_bits=3))
+
+
+def test_loading_from_files_never_holds_a_dense_model(tmp_path: Path) -> None:
+    for sizes in ranks.run(2, f"{CASES}:peak_memory", "44", str(tmp_path), True, timeout=500):
+        assert sizes["dense"] > 500 * 2**20
+        # DeepSpeed holds the largest layer twice while it makes a head of it. The rest is scratch of the
+        # quantizer, a few MB of fp32 at a time, and what the allocator keeps.
+        assert sizes["peak"] < sizes["quantized"] + 2 * sizes["largest"] + 32 * 2**20
+        assert sizes["peak"] < sizes["dense shards"] / 2
+        assert sizes["left"] < sizes["quantized"] + 16 * 2**20

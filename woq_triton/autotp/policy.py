@@ -23,7 +23,7 @@ from woq_triton.autotp.ranks import Ranks
 from woq_triton.config import parse_config
 from woq_triton.modules import QuantizedModule
 from woq_triton.quantize import check_values
-from woq_triton.report import LayerReport, QuantizationReport
+from woq_triton.report import QuantizationReport
 
 
 class ReplacePolicy:
@@ -58,6 +58,7 @@ class ReplacePolicy:
         self._root: nn.Module | None = None
         self._names: dict[int, str] = {}
         self._layers: list[QuantizedModule] = []
+        self._table: nn.Module | None = None
         self._error: Exception | None = None
         self._handle: RemovableHandle | None = None
 
@@ -99,6 +100,8 @@ class ReplacePolicy:
             return None
         path = self._names[id(parent)]
         try:
+            if self._table is not None and not self._table.weight.is_meta:
+                self._quantize_table(self._table)
             return self._quantize(f"{path}.{name}" if path else name, module)
         except Exception as error:
             # Raised here it would leave the other ranks waiting in DeepSpeed's next collective.
@@ -112,8 +115,19 @@ class ReplacePolicy:
             )
         self._root = root
         self._names = {id(module): name for name, module in root.named_modules()}
+        self._table = _table_to_load(root)
 
-    def _quantize(self, name: str, dense: TensorParallel_Layer) -> nn.Module | None:
+    def _quantize_table(self, dense: nn.Module) -> None:
+        """Quantize the input embedding as soon as it is loaded, before the head needs as much again."""
+        self._table = None
+        name = self._names[id(dense)]
+        module = self._quantize(name, dense)
+        if module is not None:
+            assert self._root is not None
+            parent, _, attribute = name.rpartition(".")
+            setattr(self._root.get_submodule(parent), attribute, module)
+
+    def _quantize(self, name: str, dense: nn.Module) -> nn.Module | None:
         if dense.weight.is_meta:
             return None
         judged = _model.judge((name,), dense, self._schemes, CONVERTERS)
@@ -123,15 +137,24 @@ class ReplacePolicy:
         check_values(planned.conversion.weight, planned.scheme, f"layer {name!r}")
         described = getattr(dense.weight, DS_AUTOTP_UC_META, None)
         module, report = _model.convert_layer(planned, {})
-        # AutoTP halves the head counts of modules in which it finds a weight that carries this.
-        setattr(module.packed, DS_AUTOTP_UC_META, described)
+        if described is not None:
+            # AutoTP divides the head counts of modules in which it finds a weight that carries this.
+            setattr(module.packed, DS_AUTOTP_UC_META, described)
         self._layers.append(module)
-        self._note(report)
-        assert planned.conversion.release is not None
-        planned.conversion.release()
-        return module
-
-    def _note(self, report: LayerReport) -> None:
         self.report.layers.append(report)
         if self._on_layer is not None:
             self._on_layer(len(self.report.layers))
+        if planned.conversion.release is not None:
+            planned.conversion.release()
+        return module
+
+
+def _table_to_load(root: nn.Module) -> nn.Module | None:
+    """The input embedding, if DeepSpeed will load it from a file and nothing else needs its weight."""
+    find = getattr(root, "get_input_embeddings", None)
+    table = find() if find is not None else None
+    if table is None or getattr(getattr(root, "config", None), "tie_word_embeddings", True):
+        return None
+    places = [name for name, module in root.named_modules(remove_duplicate=False) if module is table]
+    weight = getattr(table, "weight", None)
+    return table if len(places) == 1 and weight is not None and weight.is_meta else None

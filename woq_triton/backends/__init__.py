@@ -8,10 +8,15 @@ import importlib
 import os
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 IMPLEMENTATIONS = {
     "reference": "woq_triton.reference",
     "cpu": "woq_triton.backends.cpu",
     "triton": "woq_triton.backends.triton",
+    "deepspeed": "woq_triton.backends.deepspeed_ops",
+    "fallback": "woq_triton.backends.fallback",
 }
 """Importable implementations by name."""
 
@@ -28,10 +33,30 @@ def name_for(device_type: str) -> str:
     """
     forced = os.environ.get("WOQ_TRITON_IMPL")
     if forced is None:
-        return _BY_DEVICE.get(device_type, "reference")
+        return _BY_DEVICE.get(device_type, "fallback")
     if forced not in IMPLEMENTATIONS:
         raise ValueError(f"WOQ_TRITON_IMPL is {forced!r}, but must be one of {', '.join(IMPLEMENTATIONS)}")
     return forced
+
+
+def name_for_weight(packed: Tensor, scale: Tensor, min: Tensor | None, *op_scheme: int) -> str:
+    """Name of what serves a weight, as reports show it.
+
+    Args:
+        packed: As the ops take it, like the others.
+        scale: Likewise.
+        min: Likewise.
+        op_scheme: num_bits, group_size, group_dim, out_features, in_features.
+    """
+    device_type = packed.device.type
+    name = name_for(device_type)
+    if name != "fallback":
+        return name
+    key = torch._C._dispatch_key_for_device(device_type)
+    if torch._C._dispatch_has_kernel_for_dispatch_key("woq_triton::linear", key):
+        return f"kernel registered for {key}"
+    chosen: str = serve(device_type).choose(packed, scale, min, *op_scheme)
+    return chosen
 
 
 @functools.cache
