@@ -54,6 +54,8 @@ def registers(text: str) -> frozenset[str]:
         ("ISETP.NE.AND P1, PT, R4, 0x7, !P2", "P1", "R4 P2", ""),
         ("LOP3.LUT P0, RZ, R0, 0x1, RZ, 0xc0, !PT", "P0", "R0", ""),
         ("CS2R R8, SRZ", "R8 R9", "", ""),
+        ("PRMT R62, R7, 0x7610, R62", "R62", "R7", ""),
+        ("PRMT R62, R7, 0x5410, R62", "R62", "R7 R62", ""),
         ("FFMA2 R4, R8, R10, R4", "R4 R5", "R8 R9 R10 R11 R4 R5", ""),
     ],
 )

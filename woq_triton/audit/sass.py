@@ -57,6 +57,9 @@ def _instruction(predicate: str, name: str, text: str) -> Instruction:
         uses |= _registers(
             re.sub(r"\[[^\]]*\]", "", operand), _source_width(base, modifiers, position, operand)
         )
+    if base == "PRMT" and operands[2] in ("0x7610", "0x7632") and operands[3] == operands[0]:
+        # A 16-bit value goes into the lower half; that the upper half stays means nothing.
+        uses -= defs
     uses |= _registers(predicate, 1)
     target = re.search(r"`\((\S+)\)", text)
     return Instruction(
