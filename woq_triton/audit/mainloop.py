@@ -8,7 +8,7 @@ registers, around the loop's back edge as well:
     memory    loads, stores and asynchronous copies
     address   integer instructions whose results reach an address
     unpack    other integer instructions, and integer to float, whose results reach a product
-    scale     float arithmetic: scale and min, wherever they are applied
+    scale     float arithmetic: scale and min, wherever they are applied, and taking them to fp32
     other     loop control, barriers, waits, constants and copies of registers
 """
 
@@ -169,6 +169,12 @@ def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
         for register in instruction.uses
         if not register.startswith(("P", "UP"))
     )
+    operands = graph.backward(
+        (index, register)
+        for index, instruction in enumerate(body)
+        if instruction.kind == "matrix"
+        for register in instruction.uses
+    )
     has_matrix = any(instruction.kind == "matrix" for instruction in body)
     classes: list[str] = []
     for index, instruction in enumerate(body):
@@ -184,7 +190,7 @@ def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
             classes.append("address")
         elif kind == "convert":
             classes.append("unpack")
-        elif kind == "widen" and index in products:
+        elif index in products and (kind == "widen" or (kind == "arrange" and index not in operands)):
             classes.append("scale")
         elif kind in ("integer", "arrange") and index in products:
             classes.append("unpack")
