@@ -16,7 +16,7 @@ from torch import Tensor
 
 from woq_triton_kernels.mainloop import accumulate_tile
 from woq_triton_kernels.tiles import TileConfig
-from woq_triton_kernels.unpack import round_to
+from woq_triton_kernels.unpack import INTERPRET, round_to
 
 
 @triton.jit
@@ -29,6 +29,18 @@ def store_tile(acc, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M: tl.constex
     ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
     mask = (m < M)[None, :] & (n < N)[:, None]
     tl.store(ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_stores():
+    """Wait until this wave's stores have reached the cache.
+
+    A barrier on CDNA does not: the fence of the wave that draws the ticket waits for its own stores only.
+    """
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -77,6 +89,8 @@ def _decode_kernel(
         tl.store(partials + split * tile, acc)
         # The barrier orders every thread's stores before the ticket, whose release fence then makes
         # them visible to the whole device; its acquire orders the loads of others' partials after it.
+        if UNPACK == "gcn":
+            finish_stores()
         tl.debug_barrier()
         ticket = tl.atomic_add(counter_ptr + tile_n, 1, sem="acq_rel", scope="gpu")
         if ticket == SPLIT_K - 1:

@@ -24,6 +24,7 @@ def _dequantize_kernel(
     GROUP_SIZE: tl.constexpr,
     GROUP_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     LENGTH: tl.constexpr = plane_length(NUM_BITS)
     blocks = tl.cdiv(K, 128)
@@ -44,7 +45,9 @@ def _dequantize_kernel(
     for plane in tl.static_range(128 // LENGTH):
         start = block * 128 + plane * LENGTH
         k = start + columns
-        offsets = metadata_offsets(rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH)
+        offsets = metadata_offsets(
+            rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH, EVEN_K
+        )
         weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
         # There is no error to raise from here: an id outside the table must not pass for a token.
         weights = tl.where(known[:, None], weights, float("nan"))
@@ -91,5 +94,6 @@ def launch_dequantize(
         GROUP_SIZE=single_group(group_size, group_dim, N, K),
         GROUP_DIM=group_dim,
         BLOCK_M=DEQUANTIZE_ROWS,
+        EVEN_K=K % 128 == 0,
         num_warps=4,
     )

@@ -17,6 +17,7 @@ is never stored, except columns of a ragged last block, whose activations read a
 """
 
 # ruff: noqa: RUF005 - Triton knows no unpacking of tuples.
+# mypy: disable-error-code="assignment"
 
 import triton
 import triton.language as tl
@@ -285,8 +286,9 @@ def accumulate_scaled_x(
     ROWS: tl.constexpr = 1 if DTYPE == tl.float32 else SUM_ROWS
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    min_sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
-    scale_sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    # One product serves both sums: in registers of the matrix unit's operand, rows 0-7 lie beside 8-15.
+    is_min = tl.arange(0, ROWS) // 8 % 2 == 0
+    metadata_sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
     rest = tl.zeros((LENGTH, BLOCK_M), tl.float32)
     for step in range(first, last):
         for index in tl.static_range(STEP):
@@ -308,8 +310,7 @@ def accumulate_scaled_x(
                 if min_row is not None:
                     minimum = load_row(min_row, k, K, EVEN_K)
                     if EXACT:
-                        min_sums = dot(tl.broadcast_to(minimum, (ROWS, LENGTH)), xt, min_sums)
-                        scale_sums = dot(tl.broadcast_to(scale, (ROWS, LENGTH)), xt, scale_sums)
+                        metadata_sums = dot(tl.where(is_min[:, None], minimum, scale), xt, metadata_sums)
                     else:
                         middle = minimum.to(tl.float32) + ZERO * scale.to(tl.float32)
                         rest += tl.trans(middle) * xt.to(tl.float32)
@@ -327,7 +328,8 @@ def accumulate_scaled_x(
     acc *= 1.0 / NORM
     if min_row is not None:
         if EXACT:
-            acc += spread_rows(min_sums + ZERO * scale_sums, BLOCK_N)
+            share = tl.where(is_min, 2.0 / ROWS, 2.0 * ZERO / ROWS)
+            acc += tl.sum(metadata_sums * share[:, None], axis=0)[None, :]
         else:
             acc += tl.sum(rest, axis=0)[None, :]
     return acc
@@ -353,13 +355,16 @@ def accumulate_weights(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
     """Steps ``first..last`` of a tile, weights rounded to x's dtype; fp32 ``[BLOCK_N, BLOCK_M]``."""
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     META: tl.constexpr = scale_ptr.dtype.element_ty
     LENGTH: tl.constexpr = plane_length(NUM_BITS)
-    SPAN: tl.constexpr = GRAIN if GRAIN == LENGTH // 2 else LENGTH
+    # A row of metadata with one element a thread would be read without the load pipeline.
+    HALVE: tl.constexpr = GRAIN == LENGTH // 2 if GROUP_DIM == 1 else LENGTH == 2 * SUM_ROWS
+    SPAN: tl.constexpr = LENGTH // 2 if HALVE else LENGTH
     HALF: tl.constexpr = UNPACK == "ptx" and META == DTYPE and DTYPE != tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, last):
@@ -374,7 +379,7 @@ def accumulate_weights(
                 k = start + tl.arange(0, SPAN)
                 xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
                 offsets = metadata_offsets(
-                    rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN
+                    rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN, EVEN_K
                 )
                 if HALF:
                     weights = half_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
@@ -444,5 +449,6 @@ def accumulate_tile(
     else:
         return accumulate_weights(
             x_rows, word_rows, scale_ptr, min_ptr, n, first, last, K, last_group,
-            NUM_BITS, GROUP_SIZE, GROUP_DIM, GRAIN, ROW_GROUP, UNPACK, BLOCK_M, BLOCK_N, STEP, EVEN_K,
+            NUM_BITS, GROUP_SIZE, GROUP_DIM, GRAIN, ROW_GROUP, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS,
+            EVEN_K,
         )  # fmt: skip

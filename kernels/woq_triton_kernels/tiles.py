@@ -1,12 +1,15 @@
 """Which tile serves which problem: a pure function of the problem and the device's architecture.
 
-`pick_tile` looks in the table shipped for the device (``configs/<arch>.json``, measured) and otherwise
-follows a heuristic. There is no search at run time: the choice must be the same under CUDA graph
-capture, on every rank and on every run.
+`pick_tile` looks in the table shipped for the architecture (``configs/<arch>.json``, measured) and
+otherwise follows a heuristic. There is no search at run time: the choice must be the same under CUDA
+graph capture, on every rank and on every run.
 """
 
+import functools
+import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +17,11 @@ import torch
 MAX_DECODE_M = 16
 """Largest M that the decode kernel serves."""
 
+FUSED_MAX_M = 512
+"""Above this M, dequantizing once and calling the vendor's GEMM is taken to be faster."""
+
 PARTIAL_ELEMENTS = 1 << 22
-"""fp32 elements of the decode kernel's scratch: the limit of tiles times splits."""
+"""fp32 elements of the decode kernel's scratch: the limit of a launch's partial tiles."""
 
 COUNTERS = 1 << 14
 """int32 counters of the decode kernel's scratch: the limit of tiles that are split."""
@@ -23,10 +29,8 @@ COUNTERS = 1 << 14
 DEQUANTIZE_ROWS = 32
 """Rows in a tile of the dequantize kernel."""
 
-
-def single_group(group_size: int, group_dim: int, N: int, K: int) -> int:
-    """The group size as kernels take it: 0 if one group spans the dimension (one compiled kernel then)."""
-    return 0 if group_size >= (K if group_dim == 1 else N) else group_size
+CONFIGS = Path(__file__).parent / "configs"
+"""Where the tables lie."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,14 @@ class TileConfig:
 
     def constants(self, num_bits: int, group_size: int, group_dim: int, N: int, K: int) -> dict[str, Any]:
         """Compile-time arguments that both kernels take."""
+        size = single_group(group_size, group_dim, N, K)
         return {
             "NUM_BITS": num_bits,
-            "GROUP_SIZE": single_group(group_size, group_dim, N, K),
+            "GROUP_SIZE": size,
             "GROUP_DIM": group_dim,
             "SCALE_ON": self.scale_on,
-            "GRAIN": grain(single_group(group_size, group_dim, N, K)),
-            "ROW_GROUP": single_group(group_size, group_dim, N, K) % self.block_n == 0,
+            "GRAIN": grain(size),
+            "ROW_GROUP": size % self.block_n == 0,
             "SUBNORMAL": self.subnormal,
             "UNPACK": self.unpack,
             "BLOCK_M": self.block_m,
@@ -83,26 +88,65 @@ class TileConfig:
         return asdict(self)
 
 
+def single_group(group_size: int, group_dim: int, N: int, K: int) -> int:
+    """The group size as kernels take it: 0 if one group spans the dimension (one compiled kernel then)."""
+    return 0 if group_size >= (K if group_dim == 1 else N) else group_size
+
+
 def grain(group_size: int) -> int:
-    """Columns that surely share a group: the largest power of 2 up to a block that divides the group size."""
+    """Neighbours that surely share a group: the largest power of 2 that divides the size, at most 128."""
     return math.gcd(group_size, 128)
 
 
-FUSED_MAX_M = 512
-"""Above this M, dequantizing once and calling the vendor's GEMM is taken to be faster."""
+@dataclass(frozen=True)
+class _Arch:
+    """What the heuristic knows of an architecture.
 
-_PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
-_PROCESSORS |= {"gfx90a": 110, "gfx942": 304, "gfx950": 256}
+    Attributes:
+        processors: Streaming multiprocessors (compute units) of the largest server part.
+        resident: Programs of the 4-bit decode kernel that a processor should hold: enough loads in flight
+            to cover memory latency (at 24 KB of packed weights each), few enough for registers.
+        unpack: As in `TileConfig`.
+        subnormal: Whether the matrix unit is known to keep fp16 subnormals.
+        decode_m: Smallest block_m of the decode kernel.
+        decode_stages: Its load pipeline's depth.
+    """
+
+    processors: int
+    resident: int
+    unpack: str
+    subnormal: bool
+    decode_m: int
+    decode_stages: int
 
 
-def unpack_style(arch: str) -> str:
-    """Instructions with which kernels for an architecture unpack."""
-    return "ptx" if arch.startswith("sm_") else "gcn" if arch.startswith("gfx9") else "plain"
+def _nvidia(processors: int) -> _Arch:
+    return _Arch(processors, 4, "ptx", True, 8, 4)
 
 
-def keeps_subnormals(arch: str) -> bool:
-    """Whether the architecture's matrix unit is known to keep fp16 subnormals."""
-    return arch.startswith(("sm_", "gfx94", "gfx95"))
+def _amd(processors: int, subnormal: bool) -> _Arch:
+    return _Arch(processors, 4, "gcn", subnormal, 16, 2)
+
+
+_ARCHS = {
+    "sm_80": _nvidia(108),
+    "sm_86": _nvidia(84),
+    "sm_89": _nvidia(142),
+    "sm_90": _nvidia(132),
+    "sm_100": _nvidia(148),
+    "sm_120": _nvidia(188),
+    "gfx90a": _amd(110, False),
+    "gfx942": _amd(304, True),
+    "gfx950": _amd(256, True),
+}
+_OTHER = _Arch(108, 4, "plain", False, 16, 2)
+
+
+def _known(arch: str) -> _Arch:
+    """Facts of an architecture, or of the nearest known relative."""
+    if arch in _ARCHS:
+        return _ARCHS[arch]
+    return _nvidia(108) if arch.startswith("sm_") else _OTHER
 
 
 def pick_tile(
@@ -131,43 +175,130 @@ def pick_tile(
             architecture's largest server part.
     """
     size = single_group(group_size, group_dim, N, K)
-    nests = grain(size) >= 32
-    decode = M <= MAX_DECODE_M
-    if decode:
-        block_m = 8 if M <= 8 and arch.startswith("sm_") else 16
-    else:
-        block_m = 32 if M <= 32 else 64
+    key = (bucket(M), N, K, num_bits, size, group_dim, str(dtype).removeprefix("torch."))
+    shipped = load_table(CONFIGS, arch).get(key)
+    if shipped is not None:
+        return shipped
+    facts = _known(arch)
+    if M <= MAX_DECODE_M:
+        return _pick_decode(M, N, K, num_bits, size, group_dim, dtype, facts, processors)
+    return _pick_gemm(M, N, size, group_dim, dtype, facts)
+
+
+def _pick_decode(
+    M: int,
+    N: int,
+    K: int,
+    num_bits: int,
+    size: int,
+    group_dim: int,
+    dtype: torch.dtype,
+    facts: _Arch,
+    processors: int | None,
+) -> TileConfig:
+    """64 rows a warp: so many products to each activation that a warp reads and sums."""
+    block_m = max(facts.decode_m, 8 if M <= 8 else 16)
     block_n = 64 if dtype == torch.float32 else 128
-    if group_dim == 1:
-        scale_on = "accumulator" if nests and (decode or 4 * block_m <= grain(size)) else "weights"
-    else:
-        rows = math.gcd(size, block_n)
-        scale_on = "x" if rows >= 16 and block_m <= 32 else "weights"
-        if scale_on == "x":
-            block_n = rows
+    scale_on = "accumulator" if group_dim == 1 and grain(size) >= 32 else "weights"
+    if group_dim == 0 and math.gcd(size, block_n) >= 16:
+        block_n = math.gcd(size, block_n)
+        # Scaling x costs a share of BLOCK_M, scaling packed pairs of weights does not.
+        halves = facts.unpack == "ptx" and dtype != torch.float32
+        scale_on = "weights" if halves and block_m > 8 else "x"
     while block_n > 16 and block_n >= 2 * N:
         block_n //= 2
-    if dtype == torch.float32 and scale_on == "weights" and nests and group_dim == 1:
-        scale_on = "accumulator"
-    num_warps = max(1, min(4, block_n // 32))
-    split_k = 1
-    if decode:
-        tiles = -(-N // block_n)
-        slots = 2 * (processors or _PROCESSORS.get(arch, 108))
-        split_k = max(
-            1, min(slots // tiles, -(-K // 128) // 4, PARTIAL_ELEMENTS // (tiles * block_n * block_m))
-        )
-        if tiles > COUNTERS:
-            split_k = 1
+    num_warps = max(1, block_n // (32 if dtype == torch.float32 else 64))
+    # A step of 8-bit codes is twice as many bytes: fewer of them need to be in flight.
+    resident = facts.resident if num_bits == 4 else facts.resident - 1
+    stages = facts.decode_stages if num_bits == 4 else max(2, facts.decode_stages - 1)
+    processors = processors or facts.processors
     return TileConfig(
-        kernel="decode" if decode else "gemm",
+        kernel="decode",
         block_m=block_m,
         block_n=block_n,
         step=1,
-        split_k=split_k,
+        split_k=pick_split(-(-N // block_n), -(-K // 128), block_n * block_m, resident, processors),
         num_warps=num_warps,
-        num_stages=4 if decode else 3,
+        num_stages=stages,
         scale_on=scale_on,
-        unpack=unpack_style(arch),
-        subnormal=dtype == torch.float16 and keeps_subnormals(arch),
+        unpack=facts.unpack,
+        subnormal=facts.subnormal and dtype == torch.float16,
     )
+
+
+def pick_split(tiles: int, steps: int, elements: int, resident: int, processors: int) -> int:
+    """How many programs should share the K range of each tile.
+
+    The time of a launch is taken to be that of the busiest processor: its programs times the steps of
+    each, but never less than as if it held `resident` of them, since fewer cannot keep memory busy. A
+    program costs half a step to start, and a split a quarter for its partial tile's way through the cache.
+
+    Args:
+        tiles: Tiles of out_features.
+        steps: Steps of K.
+        elements: Elements of a partial tile.
+        resident: Programs that keep a processor busy.
+        processors: How many there are.
+    """
+    most = min(steps // 2, 16, PARTIAL_ELEMENTS // (tiles * elements)) if tiles <= COUNTERS else 1
+
+    def cost(split: int) -> float:
+        programs = max(resident, -(-tiles * split // processors))
+        return programs * (-(-steps // split) + 0.5) + (split - 1) / 4
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
+def _pick_gemm(M: int, N: int, size: int, group_dim: int, dtype: torch.dtype, facts: _Arch) -> TileConfig:
+    block_m = 32 if M <= 32 else 64 if M <= 64 or facts.unpack != "ptx" else 128
+    block_n, num_warps = 128, 8 if block_m == 128 else 4
+    if dtype == torch.float32:
+        block_m, block_n = 32, 64
+    # On the accumulator, scale and min cost a share of BLOCK_M once a group; on the weights, of the group.
+    fits = dtype == torch.float32 or 4 * block_m <= grain(size)
+    scale_on = "accumulator" if group_dim == 1 and grain(size) >= 32 and fits else "weights"
+    while block_n > 32 and block_n >= 2 * N:
+        block_n //= 2
+    return TileConfig(
+        kernel="gemm",
+        block_m=block_m,
+        block_n=block_n,
+        step=1,
+        split_k=1,
+        num_warps=num_warps,
+        num_stages=3 if facts.unpack == "ptx" else 2,
+        scale_on=scale_on,
+        unpack=facts.unpack,
+        subnormal=facts.subnormal and dtype == torch.float16,
+    )
+
+
+def bucket(M: int) -> int:
+    """The M that stands for this one in a table: the next power of two, from 8 to 512."""
+    return min(512, max(8, 1 << (M - 1).bit_length()))
+
+
+TableKey = tuple[int, int, int, int, int, int, str]
+"""``(bucket, N, K, num_bits, group_size or 0, group_dim, dtype)``."""
+
+
+@functools.cache
+def load_table(folder: Path, arch: str) -> dict[TableKey, TileConfig]:
+    """The tiles measured for an architecture; empty if there is no table.
+
+    A table is a JSON list of objects with the fields ``M`` (a `bucket`), ``N``, ``K``, ``num_bits``,
+    ``group_size`` (0 for one group), ``group_dim``, ``dtype`` ("float16", ...) and ``tile``, the fields
+    of a `TileConfig`.
+
+    Raises:
+        ValueError: The table is not of this form.
+    """
+    path = folder / f"{arch}.json"
+    if not path.exists():
+        return {}
+    names = ("M", "N", "K", "num_bits", "group_size", "group_dim", "dtype")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {tuple(entry[name] for name in names): TileConfig(**entry["tile"]) for entry in entries}
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"tile table {path} is damaged ({error!r}); reinstall the package") from error

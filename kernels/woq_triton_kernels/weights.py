@@ -9,7 +9,7 @@ would round ``min - magic * scale``, which is far larger than a weight.
 import triton
 import triton.language as tl
 
-from woq_triton_kernels.unpack import codes_f32, pair, round_to, shift_words
+from woq_triton_kernels.unpack import codes_f32, pair, shift_words
 
 
 @triton.jit
@@ -23,6 +23,7 @@ def metadata_offsets(
     GROUP_DIM: tl.constexpr,
     ROW_GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """Offsets into scale and min of a run of columns: ``[rows, SPAN]``, or 1 where they are the same.
 
@@ -36,21 +37,22 @@ def metadata_offsets(
         GROUP_DIM: Dimension that groups run along.
         ROW_GROUP: group_dim 0: all rows are in the first one's group.
         SPAN: Number of columns.
+        EVEN_K: k never passes the end.
     """
+    columns = k if EVEN_K else tl.minimum(k, K - 1)
     if GROUP_DIM == 0:
         if GROUP_SIZE == 0:
-            return tl.minimum(k, K - 1)[None, :]
+            return columns[None, :]
         elif ROW_GROUP:
-            group = tl.min(rows, axis=0) // GROUP_SIZE
-            return group * K + tl.minimum(k, K - 1)[None, :]
+            return tl.min(rows, axis=0) // GROUP_SIZE * K + columns[None, :]
         else:
-            return (rows // GROUP_SIZE * K)[:, None] + tl.minimum(k, K - 1)[None, :]
+            return (rows // GROUP_SIZE * K)[:, None] + columns[None, :]
     elif GROUP_SIZE == 0:
         return rows[:, None]
     elif GROUP_SIZE % SPAN == 0:
         return (rows * (last_group + 1) + tl.minimum(start // GROUP_SIZE, last_group))[:, None]
     else:
-        return (rows * (last_group + 1))[:, None] + tl.minimum(k // GROUP_SIZE, last_group)[None, :]
+        return (rows * (last_group + 1))[:, None] + (columns // GROUP_SIZE)[None, :]
 
 
 @triton.jit
@@ -121,8 +123,15 @@ def half_weights(words, scale_ptr, min_ptr, offsets, PLANE: tl.constexpr, NUM_BI
         minimum = tl.load(min_ptr + offsets)
         if NUM_BITS == 8 and DTYPE == tl.bfloat16:
             # The code comes out as q - 128. The middle of a group is no larger than its largest weight.
-            middle = minimum.to(tl.float32) + 128.0 * scale.to(tl.float32)
-            minimum = round_to(middle, DTYPE)
+            middle = tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.b32 zero, 0x43004300; fma.rn.bf16x2 $0, $1, zero, $2; }",
+                "=r,r,r",
+                [scale.to(tl.int16, bitcast=True), minimum.to(tl.int16, bitcast=True)],
+                dtype=tl.int16,
+                is_pure=True,
+                pack=2,
+            )
+            minimum = middle.to(DTYPE, bitcast=True)
     bits = tl.inline_asm_elementwise(
         ASM,
         "=&r,r,r,r",
