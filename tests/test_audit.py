@@ -165,6 +165,7 @@ def test_what_a_kernel_misses_is_said_in_words(changes, words):
 def test_the_table_has_a_row_a_kernel_and_the_source_of_its_chips_numbers():
     text = table([a_record(), a_record(arch="sm_80", lane_instructions_per_weight=9.0)])
     assert "24xHMMA.16816.F32" in text and "goal 1.6" in text
+    assert "sm_80: 1 kernels for 1 problems, 9.00 to 9.00 lane-instructions per weight, 1 miss a goal" in text
     assert "A100" in text and "H200" in text and "datasheet" in text
 
 

@@ -51,14 +51,26 @@ def _row(record: Record) -> list[str]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a compiled kernel, then what the columns mean for each chip."""
+    """One line a compiled kernel, then one an architecture, then what the columns mean for each chip."""
     rows = [_HEADER, *(_row(record) for record in records)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     lines.insert(1, "-" * min(len(lines[0]), 200))
-    return "\n".join([*lines, "", *legend({record.arch for record in records})])
+    archs = sorted({record.arch for record in records})
+    return "\n".join([*lines, "", *(_summary(records, arch) for arch in archs), "", *legend(archs)])
+
+
+def _summary(records: Sequence[Record], arch: str) -> str:
+    """One line on all kernels of an architecture."""
+    own = [record for record in records if record.arch == arch]
+    missing = sum(bool(failures(record)) for record in own)
+    lanes = [record.lane_instructions_per_weight for record in own]
+    return (
+        f"{arch}: {len(own)} kernels for {sum(record.problems for record in own)} problems, "
+        f"{min(lanes):.2f} to {max(lanes):.2f} lane-instructions per weight, {missing} miss a goal"
+    )
 
 
 def legend(archs: Iterable[str]) -> list[str]:
@@ -69,7 +81,7 @@ def legend(archs: Iterable[str]) -> list[str]:
         "pred%: predicted share of memory bandwidth, a bound and not a measurement;",
         "budget = lanes * bytes_per_weight / (bandwidth / (processors * clock)):",
     ]
-    for arch in sorted(archs):
+    for arch in archs:
         chip = CHIPS[arch]
         lines.append(
             f"  {arch} {chip.name}: {chip.lanes} lanes, {chip.bandwidth / 1e12:.3g} TB/s, {chip.processors} "
