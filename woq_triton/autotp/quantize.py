@@ -8,10 +8,11 @@ from torch import nn
 
 from woq_triton import model as _model
 from woq_triton.autotp.convert import convert_autotp
+from woq_triton.autotp.injected import convert_injected, injected_weights_as_modules
 from woq_triton.autotp.ranks import Ranks
 from woq_triton.report import QuantizationReport
 
-CONVERTERS = (convert_autotp, _model.convert_plain)
+CONVERTERS = (convert_autotp, convert_injected, _model.convert_plain)
 """Who is asked about a layer, in this order."""
 
 
@@ -27,7 +28,7 @@ def quantize_model(
     Does what `woq_triton.quantize_model` documents, which calls this where DeepSpeed is in use.
 
     Args:
-        model: ``engine.module`` of an AutoTP engine, or a plain model.
+        model: ``engine.module`` of an engine with AutoTP or kernel injection, or a plain model.
         ds_config: A DeepSpeed config.
         on_layer: Called with (layers done, layers in all) after each layer.
         report: What `ReplacePolicy` quantized before; the rest is added to it.
@@ -51,14 +52,15 @@ def quantize_model(
 
     done = QuantizationReport()
     try:
-        done = _model.quantize_model(
-            model,
-            ds_config,
-            converters=CONVERTERS,
-            agree=agree,
-            on_layer=on_layer,
-            report=report,
-        )
+        with injected_weights_as_modules(model):
+            done = _model.quantize_model(
+                model,
+                ds_config,
+                converters=CONVERTERS,
+                agree=agree,
+                on_layer=on_layer,
+                report=report,
+            )
     except Exception as caught:  # every kind: the other ranks wait to hear of it
         if not settled:
             raise
