@@ -4,11 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from woq_triton import backends
 from woq_triton.config import FALLBACK, Schemes, parse_config, scheme_for
-from woq_triton.modules import QuantizedEmbedding, QuantizedLinear, QuantizedModule, rearrange_for_cpu
+from woq_triton.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedModule,
+    QuantizedScaledEmbedding,
+    rearrange_for_cpu,
+)
 from woq_triton.quantize import WEIGHT_DTYPES, check_values, quantized_nbytes
 from woq_triton.report import LayerReport, QuantizationReport, SkippedLayer
 from woq_triton.scheme import QuantScheme
@@ -87,7 +94,8 @@ def agree_alone(plan: Plan | None, error: Exception | None) -> Plan:
 def convert_plain(module: nn.Module) -> Conversion | str | None:
     """Convert torch's own linear and embedding layers, and subclasses that run their forward.
 
-    A subclass with a forward of its own does something besides, which a replacement would lose.
+    A subclass with a forward of its own does something besides, which a replacement would lose; of
+    those, transformers' embeddings that multiply by a constant are known, and Falcon's linear layer.
     """
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         return None
@@ -103,7 +111,37 @@ def convert_plain(module: nn.Module) -> Conversion | str | None:
         if module.max_norm is not None:
             return f"it renormalizes its rows (max_norm={module.max_norm})"
         return Conversion(module.weight, lambda qweight: QuantizedEmbedding(qweight, module.padding_idx))
+    if _is_falcon_linear(module):
+        bias = module.bias
+        return Conversion(module.weight, lambda qweight: QuantizedLinear(qweight, bias))
+    if isinstance(module, nn.Embedding) and _is_scaled_embedding(module):
+        scale: Any = module.embed_scale
+        padding = module.padding_idx
+        return Conversion(module.weight, lambda qweight: QuantizedScaledEmbedding(qweight, scale, padding))
     return f"{type(module).__name__} has a forward of its own"
+
+
+def _is_falcon_linear(module: nn.Module) -> bool:
+    """Whether a layer is the one of transformers' Falcon, which rounds before it adds the bias."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.models.falcon.")
+
+
+def _is_scaled_embedding(module: nn.Embedding) -> bool:
+    """Whether an embedding of transformers multiplies by `embed_scale` and does nothing else."""
+    kind = type(module)
+    named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith(
+        "transformers.models."
+    )
+    alone = [name for name, _ in module.named_parameters()] == ["weight"] and module.max_norm is None
+    scale: Any = getattr(module, "embed_scale", None)
+    if not named or not alone or scale is None or module.weight.is_meta:
+        return False
+    ids = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
+    with torch.no_grad():
+        rows = nn.functional.embedding(ids, module.weight)
+        wanted = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+        return torch.equal(module(ids), wanted)
 
 
 def quantize_model(

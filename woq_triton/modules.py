@@ -326,6 +326,37 @@ class QuantizedEmbedding(QuantizedModule):
         return rows
 
 
+class QuantizedScaledEmbedding(QuantizedEmbedding):
+    """A `QuantizedEmbedding` whose rows are multiplied by a constant, as Gemma and BART have them.
+
+    Args:
+        qweight: The table ``[num_embeddings, embedding_dim]``.
+        embed_scale: The constant; a scalar tensor is rounded to `weight_dtype` first.
+        padding_idx: Kept for those who read it.
+        weight_dtype: By default the metadata's dtype.
+    """
+
+    embed_scale: Tensor | float
+
+    def __init__(
+        self,
+        qweight: QuantizedWeight,
+        embed_scale: Tensor | float,
+        padding_idx: int | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(qweight, padding_idx, weight_dtype)
+        if isinstance(embed_scale, Tensor):
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+        else:
+            self.embed_scale = embed_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids [...]``, int32 or int64, to ``[..., embedding_dim]``."""
+        scale = self.embed_scale
+        return super().forward(ids) * (scale.to(self.weight_dtype) if isinstance(scale, Tensor) else scale)
+
+
 def rearrange_for_cpu(model: nn.Module) -> None:
     """Rearrange every layer of a model that a CPU kernel serves, see `QuantizedLinear.rearrange`.
 
