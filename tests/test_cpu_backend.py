@@ -59,6 +59,20 @@ def test_a_rearranged_layer_matches_fp64(scheme, dtype, mean, tokens):
     assert relative_error(out, expected(x, layer)) < ROUNDED[dtype] + DENSE_ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rearranged", [True, False])
+@pytest.mark.parametrize("tokens", [3, 130])
+def test_a_forward_changes_nothing_in_its_layer(num_bits, dtype, rearranged, tokens):
+    layer = make_layer(QuantScheme(num_bits, 32), dtype=dtype)
+    if rearranged:
+        layer.rearrange()
+    x = make_x(tokens, 384, dtype=dtype)
+    before, first = copy.deepcopy(layer.state_dict()), layer(x)
+    assert torch.equal(layer(x), first)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_int8_bags_sum_in_fp32(group_size, mean):

@@ -120,7 +120,7 @@ def _sum_bags(
     group_size = tokens.shape[1] // groups
     indices, offsets = _bags(len(arranged), group_size)
     scale_t = scale_t.float()
-    centre = None if min_t is None else min_t.float().add_(scale_t, alpha=128)
+    centre = None if min_t is None else min_t.float().add(scale_t, alpha=128)
     for token, x in enumerate(tokens.unflatten(1, (groups, 1, group_size))):
         weights = x.expand(groups, out_features // (arranged.shape[1] - _TAIL), group_size).reshape(-1)
         bags = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
