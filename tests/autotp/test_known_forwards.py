@@ -49,3 +49,15 @@ def test_an_embedding_that_does_more_than_scale_is_left_alone() -> None:
     report = woq_triton.quantize_model(model, config())
     assert [layer.name for layer in report.layers] == ["head"]
     assert "has a forward of its own" in report.skipped[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_forwards_leave_weights_as_they_are(num_bits: int, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(256, 384)).to(dtype)
+    woq_triton.quantize_model(model, config(num_bits=num_bits))
+    before = model[0].qweight.dequantize(torch.float32)
+    for tokens in (1, 3, 20, 3):
+        with torch.no_grad():
+            model(torch.randn(tokens, 256, dtype=dtype))
+    assert torch.equal(model[0].qweight.dequantize(torch.float32), before)
