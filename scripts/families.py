@@ -28,6 +28,15 @@ HEADER = [
     "verdict",
 ]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+LEGEND = """\
+Tiny random models, groups of 32, gloo processes. Layers of the first rank and scheme: LL LinearLayer,
+LA LinearAllreduce, F fused_LinearLayer, GU GateUpPack_LinearLayer, head LmHeadLinearAllreduce, plain
+nn.Linear. Errors are relative Frobenius distances of the logits from those of the AutoTP model whose
+shards hold the dequantized weights, in fp32 and, worst of the four, in bf16; from tp 1: from one
+process that holds the whole quantized model, for the schemes under which shards are whole groups. Text:
+twelve greedy tokens with a KV cache in fp32 equal those of the dequantized model and, where comparable,
+of tp 1 (generated at tp 2). A distance of 0 is no accident: on a CPU both models multiply the same
+numbers in the same order."""
 SHORT = {
     "Linear": "plain",
     "Embedding": "embedding",
@@ -84,17 +93,7 @@ def markdown(rows: list[list[str]]) -> str:
     """The table, with what its columns mean."""
     lines = [f"| {' | '.join(HEADER)} |", f"|{' --- |' * len(HEADER)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    legend = (
-        "Tiny random models, groups of 32, gloo processes. Layers of the first rank and scheme: LL LinearLayer, "
-        "LA LinearAllreduce, F fused_LinearLayer, GU GateUpPack_LinearLayer, head LmHeadLinearAllreduce, plain "
-        "nn.Linear. Errors are relative Frobenius distances of the logits from those of the AutoTP model whose "
-        "shards hold the dequantized weights, in fp32 and, worst of the four, in bf16; from tp 1: from one "
-        "process that holds the whole quantized model, for the schemes under which shards are whole groups. "
-        "Text: twelve greedy tokens with a KV cache in fp32 equal those of the dequantized model and, where "
-        "comparable, of tp 1 (generated at tp 2). A distance of 0 is no accident: on a CPU both models multiply "
-        "the same numbers in the same order."
-    )
-    return "\n".join([*lines, "", legend])
+    return "\n".join([*lines, "", LEGEND])
 
 
 def main() -> None:

@@ -488,8 +488,10 @@ def layer_classes(group_dim: int, num_bits: int) -> dict[str, Any]:
             ),
             "unsharded": layers.LinearLayer(linear(192, 300), None, **options),
             "plain_table": layers.EmbeddingLayer(weight=nn.Parameter(torch.randn(300, 192))),
+            "deferred": layers.LinearLayer(linear(192, 300), group, **options),
             "conv": layers.Conv_LinearALlreduce(linear(192, 192, False), group, **options),
         }
+        made["deferred"].defer_collectives_to_compiler = True
         return nn.ModuleDict(made).requires_grad_(False)
 
     def apply(layer: nn.Module, name: str) -> Tensor:
@@ -502,10 +504,17 @@ def layer_classes(group_dim: int, num_bits: int) -> dict[str, Any]:
         return layer(torch.randn(2, 7, width, generator=generator))
 
     quantized, dense = make(), make()
-    before = {name: apply(layer, name) for name, layer in dense.items() if name != "conv"}
+    before = {name: apply(layer, name) for name, layer in dense.items() if name not in ("conv", "deferred")}
     report = woq_triton.quantize_model(quantized, config(group_dim=group_dim, num_bits=num_bits))
     put_dequantized(quantized, dense, report)
+    try:
+        # Overlapping only moves an all-reduce of the backward pass.
+        layers.TensorParallel_Layer.tp_overlap_comm = True
+        overlap = relative(apply(quantized["gathered"], "gathered"), apply(dense["gathered"], "gathered"))
+    finally:
+        layers.TensorParallel_Layer.tp_overlap_comm = False
     return {
+        "overlap": overlap,
         "errors": {n: relative(apply(quantized[n], n), apply(dense[n], n)) for n in before},
         "changes": {n: relative(apply(quantized[n], n), want) for n, want in before.items()},
         "tied": quantized["tied_table"].packed is quantized["vocab_parallel"].packed

