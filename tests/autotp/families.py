@@ -218,11 +218,23 @@ FAMILIES = {
         },
         kind="seq2seq",
     ),
+    "llama4-moe": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **_GATED,
+            "intermediate_size_mlp": MLP,
+            "num_local_experts": 4,
+            "head_dim": 32,
+            "attn_temperature_tuning": False,
+        },
+        broken="it replaces the router, whose forward returns two tensors",
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         "Phi3Config",
         {**_GATED, "pad_token_id": 0},
-        broken="the fused qkv_proj is cut for another number of heads than its attention then splits",
+        broken="its attention and the shard of o_proj differ in width",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -240,7 +252,7 @@ FAMILIES = {
         "FalconForCausalLM",
         "FalconConfig",
         {**_SMALL, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
-        broken="the fused multi-query weight is cut as if every head had its own key and value",
+        broken="its attention cannot split the shard of the fused multi-query weight",
     ),
     "falcon-rw": Family(
         "FalconForCausalLM",

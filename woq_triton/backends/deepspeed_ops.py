@@ -58,9 +58,12 @@ def refusal(packed: Tensor, scale: Tensor, min: Tensor | None, *op_scheme: int) 
     if group_size % 8 or in_features % group_size:
         return f"DeepSpeed's ops take whole groups of a multiple of 8, not {group_size} of {in_features}"
     if packed not in _refused:
-        exact = scale.cpu().float().reciprocal()
+        step = scale.cpu().float()
+        exact = step.reciprocal()
         lost = exact.isfinite() & ~exact.half().isfinite()
-        _refused[packed] = "a step's reciprocal is beyond fp16" if bool(lost.any()) else None
+        if min is None:
+            lost |= ~(step * 2 ** (num_bits - 1)).half().isfinite()
+        _refused[packed] = "a step's reciprocal, or a min, is beyond fp16" if bool(lost.any()) else None
     reason: str | None = _refused[packed]
     return reason
 
