@@ -7,9 +7,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARCHS ?= sm_80 sm_89 sm_90 sm_100 gfx942
 TRITON36 := build/triton36
+BENCH := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-triton36 audit families lint format
+.PHONY: help install demo test test-triton36 audit families bench lint format
 
 help:
 	@echo "make demo     a trained model on two processes, quantized to int4, generating text"
@@ -17,6 +18,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make audit    compile every kernel for ARCHS, count its instructions, and check the goals"
 	@echo "make families every family that AutoTP shards, quantized and compared, as a table"
+	@echo "make bench    layers beside their peers and a whole model on this machine: README table, JSON, plots"
 	@echo "make test-triton36  the kernels' tests on Triton 3.6"
 	@echo "make format   ruff, rewriting files"
 	@echo "make install  .venv with this package and everything that the targets above need"
@@ -44,6 +46,25 @@ audit: $(STAMP)
 
 families: $(STAMP)
 	$(BIN)/python scripts/families.py
+
+# The peers go into an environment of their own, on top of .venv: transformers changes with what it finds.
+$(BENCH)/.installed: $(STAMP) benchmarks/peers.txt
+	test -x $(BENCH)/bin/python || $(BIN)/python -m venv $(BENCH)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > "$$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth"
+	$(BENCH)/bin/python -m pip install -q -c constraints.txt 'matplotlib>=3.8'
+	@grep -v '^#' benchmarks/peers.txt | while read peer; do \
+	  $(BENCH)/bin/python -m pip install -q -c constraints.txt $$peer || echo "$$peer cannot be installed and will be missing"; \
+	done
+	@touch $@
+
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.7
+	$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.7 \
+	  --kind sizes --layers all --tokens 1 --providers 'dense bf16,woq_triton int4,woq_triton int8'
+	$(BENCH)/bin/python -m benchmarks.cpu_goals
+	$(BENCH)/bin/python -m benchmarks.end_to_end
+	$(BENCH)/bin/python -m benchmarks.report
 
 # Triton 3.6 replaces the pinned one after the installation: torch's CUDA build would not resolve with it.
 $(TRITON36)/.installed: pyproject.toml constraints.txt

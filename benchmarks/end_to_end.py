@@ -121,7 +121,10 @@ def generate(folder: Path, prompt: str, tp: int) -> dict[str, Any]:
 def measure_batches(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Median seconds of a decoding step by batch, of the dense model and then of the quantized one."""
     from transformers import LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     found = [{"batch": batch, "dense_seconds": _step_seconds(model, batch, steps)} for batch in BATCHES]
     quantize_model(model, {"weight_quantization": {"post_init_quant": {"*": SETTINGS}}})
