@@ -222,8 +222,12 @@ kernel:
 	;;#ASMEND
 	v_and_b32 v31, 0x000f000f, v27
 	v_mfma_f32_16x16x16_f16 v[92:95], v[60:61], v[30:31], 0
-	v_cvt_f32_f16_e32 v6, v7
+	v_lshlrev_b32_e32 v6, 16, v7
+	v_and_b32_e32 v7, 0xffff0000, v7
 	v_pk_fma_f32 v[70:71], v[92:93], v[6:7], v[70:71] op_sel_hi:[1,0,1]
+	v_bfe_u32 v8, v70, 16, 1
+	v_add3_u32 v8, v70, v8, s9
+	ds_write_b32 v22, v8
 	ds_write_b128 v22, v[2:5]
 	s_cmp_lg_u32 s46, s8
 	s_cbranch_scc1 .LBB0_1
@@ -237,15 +241,15 @@ def test_amd_vector_instructions_are_counted_and_scalar_ones_kept_apart():
     loop = find_main_loop(amdgcn.parse(AMD))
     assert loop.by_class() == {
         "unpack": 2,
-        "scale": 2,
+        "scale": 5,
         "matrix": 1,
-        "memory": 3,
+        "memory": 4,
         "address": 1,
         "other": 0,
     }
     assert sum(instruction.scalar for instruction in loop.instructions) == 4
     assert [instruction.loads for instruction in loop.instructions if instruction.loads] == [16]
-    assert loop.weight_stores() == 0  # what is stored are packed words
+    assert loop.weight_stores() == 0  # what is stored are packed words and a rounded number
     assert amdgcn.resources(AMD)["vgprs"] == 118
     assert amdgcn.resources(AMD)["vgpr_spills"] == 3
 

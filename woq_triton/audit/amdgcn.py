@@ -72,7 +72,7 @@ def _instruction(name: str, text: str) -> Instruction:
     return Instruction(
         text=f"{name} {text}".strip(),
         name=name,
-        kind=_kind(name, memory),
+        kind=_kind(name, memory, operands),
         defs=frozenset(defs),
         uses=frozenset(uses),
         address=frozenset(address),
@@ -98,7 +98,7 @@ _CONTROL = (
 )
 
 
-def _kind(name: str, memory: bool) -> Kind:
+def _kind(name: str, memory: bool, operands: list[str]) -> Kind:
     if "mfma" in name:
         return "matrix"
     if name.startswith(_CONTROL):
@@ -111,6 +111,11 @@ def _kind(name: str, memory: bool) -> Kind:
         return "convert"
     if _FLOAT.match(name):
         return "float"
+    # A bf16 number extended to fp32: its bits moved to the upper half, or the lower half cleared.
+    if name.startswith("v_lshlrev_b32") and operands[1] == "16":
+        return "widen"
+    if name.startswith("v_and_b32") and "0xffff0000" in operands[1:]:
+        return "widen"
     return "arrange" if name.startswith(("v_perm", "v_bfi", "v_pack", "v_alignb")) else "integer"
 
 

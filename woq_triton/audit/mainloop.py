@@ -8,7 +8,7 @@ registers, around the loop's back edge as well:
     memory    loads, stores and asynchronous copies
     address   integer instructions whose results reach an address
     unpack    other integer instructions, and integer to float, whose results reach a product
-    scale     float arithmetic: scale and min, wherever they are applied, and taking them to fp32
+    scale     float arithmetic: scale and min, wherever they are applied, taking them to fp32, and rounding
     other     loop control, barriers, waits, constants and copies of registers
 """
 
@@ -193,7 +193,10 @@ def _classify(body: tuple[Instruction, ...]) -> tuple[str, ...]:
         elif index in products and (kind == "widen" or (kind == "arrange" and index not in operands)):
             classes.append("scale")
         elif kind in ("integer", "arrange") and index in products:
-            classes.append("unpack")
+            # What works on the bits of a result of float arithmetic rounds it.
+            sources = graph.backward((index, register) for register in instruction.uses)
+            rounds = any(body[source].kind == "float" for source in sources)
+            classes.append("scale" if rounds else "unpack")
         else:
             classes.append("other")
     return tuple(classes)
