@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from woq_triton_kernels.mainloop import plane_length
+from woq_triton_kernels.loads import plane_length
 from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, single_group
 from woq_triton_kernels.unpack import round_to
 from woq_triton_kernels.weights import metadata_offsets, scaled_weights
@@ -46,7 +46,7 @@ def _dequantize_kernel(
         start = block * 128 + plane * LENGTH
         k = start + columns
         offsets = metadata_offsets(
-            rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH, EVEN_K
+            0, rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH, EVEN_K
         )
         weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
         # There is no error to raise from here: an id outside the table must not pass for a token.

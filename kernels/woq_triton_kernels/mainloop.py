@@ -22,40 +22,9 @@ is never stored, except columns of a ragged last block, whose activations read a
 import triton
 import triton.language as tl
 
+from woq_triton_kernels.loads import load_metadata, load_row, load_words, load_x, plane_length
 from woq_triton_kernels.unpack import INTERPRET, dot, magic, norm, operand, parts, round_to, split_parity
 from woq_triton_kernels.weights import half_weights, metadata_offsets, scaled_weights
-
-
-@triton.constexpr_function
-def plane_length(num_bits):
-    """Columns in one plane of a block, and words in a block."""
-    return 8 * num_bits
-
-
-@triton.jit
-def load_words(word_rows, block, offset, NUM_BITS: tl.constexpr, SPAN: tl.constexpr):
-    """Packed words ``[BLOCK_N, SPAN]`` of a block, from word `offset` on."""
-    columns = block * plane_length(NUM_BITS) + offset + tl.arange(0, SPAN)
-    return tl.load(word_rows[:, None] + columns[None, :])
-
-
-@triton.jit
-def load_x(x_rows, k, K, EVEN_K: tl.constexpr):
-    """Activations ``[BLOCK_M, columns]`` of columns k; 0 past the end."""
-    ptrs = x_rows[:, None] + k[None, :]
-    if EVEN_K:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=k[None, :] < K, other=0.0)
-
-
-@triton.jit
-def load_row(row, k, K, EVEN_K: tl.constexpr):
-    """Metadata ``[1, columns]`` of columns k in fp32; 0 past the end."""
-    if EVEN_K:
-        return tl.load(row + k)[None, :]
-    else:
-        return tl.load(row + k, mask=k < K, other=0.0)[None, :]
 
 
 @triton.jit
@@ -84,35 +53,6 @@ def spread_rows(sums, BLOCK_N: tl.constexpr):
     else:
         repeated = tl.broadcast_to(sums[None, :, :], (BLOCK_N // ROWS, ROWS, BLOCK_M))
         return tl.reshape(repeated, (BLOCK_N, BLOCK_M))
-
-
-@triton.jit
-def load_metadata(
-    rows, step, unit: tl.constexpr, last_group, FACTOR: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    GRAIN: tl.constexpr, UNITS: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """FACTOR * scale or min of units `unit` and `unit` + 1 of a step, fp32 ``[BLOCK_N, 2]``.
-
-    ``[BLOCK_N]`` where a step has one unit; fp32 0 where it has fewer units, or rows is None.
-    """
-    if rows is None or unit >= UNITS:
-        return 0.0
-    else:
-        index = step * UNITS + unit
-        if UNITS > 1:
-            index = index + tl.arange(0, 2)
-        if GROUP_SIZE == 0:
-            group = index * 0
-        elif GROUP_SIZE == GRAIN:
-            group = index
-        else:
-            group = index * GRAIN // GROUP_SIZE
-        if not EVEN_K:
-            group = tl.minimum(group, last_group)
-        if UNITS > 1:
-            return tl.load(rows[:, None] + group[None, :]).to(tl.float32) * FACTOR
-        else:
-            return tl.load(rows + group).to(tl.float32) * FACTOR
 
 
 @triton.jit
@@ -167,30 +107,24 @@ def accumulate_groups(
     SUM_FACTOR: tl.constexpr = -NORM * (MAGIC + ZERO) if CENTRED else NORM
     MIN_FACTOR: tl.constexpr = -1.0 / MAGIC if MAGIC > 0 else 1.0
     ROWS: tl.constexpr = 1 if DTYPE == tl.float32 else SUM_ROWS
+    # 8-bit codes in two parts leave no registers for metadata of the next step.
+    AHEAD: tl.constexpr = 0 if PARTS == 2 and BLOCK_M > 8 else 1
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     totals = tl.zeros((ROWS, BLOCK_M), tl.float32)
-    step = tl.minimum(first, steps - 1)
-    scale_0 = load_metadata(scale_rows, step, 0, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
-    scale_2 = load_metadata(scale_rows, step, 2, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
-    min_0 = load_metadata(min_rows, step, 0, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
-    min_2 = load_metadata(min_rows, step, 2, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K)
+    scale_0, scale_2, min_0, min_2 = load_metadata(
+        scale_rows, min_rows, tl.minimum(first, steps - 1), last_group,
+        MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K,
+    )  # fmt: skip
     for step in range(first, last):
-        ahead_scale_0, ahead_scale_2, ahead_min_0, ahead_min_2 = scale_0, scale_2, min_0, min_2
+        next_scale_0, next_scale_2, next_min_0, next_min_2 = scale_0, scale_2, min_0, min_2
         if GROUP_SIZE > 0:
-            ahead = tl.minimum(step + 1, steps - 1)
-            ahead_scale_0 = load_metadata(
-                scale_rows, ahead, 0, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K
-            )
-            ahead_scale_2 = load_metadata(
-                scale_rows, ahead, 2, last_group, 1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K
-            )
-            ahead_min_0 = load_metadata(
-                min_rows, ahead, 0, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K
-            )
-            ahead_min_2 = load_metadata(
-                min_rows, ahead, 2, last_group, MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K
-            )
+            next_scale_0, next_scale_2, next_min_0, next_min_2 = load_metadata(
+                scale_rows, min_rows, tl.minimum(step + AHEAD, steps - 1), last_group,
+                MIN_FACTOR, GROUP_SIZE, GRAIN, UNITS, EVEN_K,
+            )  # fmt: skip
+        if AHEAD == 0:
+            scale_0, scale_2, min_0, min_2 = next_scale_0, next_scale_2, next_min_0, next_min_2
         words = ()
         for index in tl.static_range(STEP * HALVES):
             block = step * STEP + index // HALVES
@@ -221,7 +155,7 @@ def accumulate_groups(
                 acc += unit_of(scale_0, scale_2, unit, UNITS)[:, None] * product
                 if min_rows is not None:
                     acc += unit_of(min_0, min_2, unit, UNITS)[:, None] * spread_rows(sums, BLOCK_N)
-        scale_0, scale_2, min_0, min_2 = ahead_scale_0, ahead_scale_2, ahead_min_0, ahead_min_2
+        scale_0, scale_2, min_0, min_2 = next_scale_0, next_scale_2, next_min_0, next_min_2
     if GROUP_SIZE == 0:
         acc *= unit_of(scale_0, scale_2, 0, UNITS)[:, None]
         if min_rows is not None:
@@ -341,7 +275,8 @@ def accumulate_weights(
     word_rows,
     scale_ptr,
     min_ptr,
-    rows,
+    first_n,
+    n,
     first,
     last,
     K,
@@ -379,7 +314,7 @@ def accumulate_weights(
                 k = start + tl.arange(0, SPAN)
                 xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
                 offsets = metadata_offsets(
-                    rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN, EVEN_K
+                    first_n, n, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN, EVEN_K
                 )
                 if HALF:
                     weights = half_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
@@ -423,32 +358,33 @@ def accumulate_tile(
     first = split * steps // SPLIT_K
     last = (split + 1) * steps // SPLIT_K
     m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-    n = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     x_rows = x_ptr + m * stride_xm
-    word_rows = packed_ptr + n * (tl.cdiv(K, 128) * plane_length(NUM_BITS))
+    first_n = (tile_n * BLOCK_N).to(tl.int64)
+    n = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - tile_n * BLOCK_N)
+    width = tl.cdiv(K, 128) * plane_length(NUM_BITS)
+    word_rows = packed_ptr + (first_n + n) * width
     last_group = ((K if GROUP_DIM == 1 else N) - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0
     if SCALE_ON == "accumulator":
         groups = last_group + 1
         if EVEN_K and GROUP_SIZE == GRAIN:
             # The same number, but the compiler sees that rows begin at a multiple of a step's groups.
             groups = steps * (STEP * 128 // GRAIN)
-        scale_rows = scale_ptr + n * groups
-        min_rows = None if min_ptr is None else min_ptr + n * groups
         return accumulate_groups(
-            x_rows, word_rows, scale_rows, min_rows, first, last, steps, K, last_group,
+            x_rows, word_rows, scale_ptr + (first_n + n) * groups,
+            None if min_ptr is None else min_ptr + (first_n + n) * groups,
+            first, last, steps, K, last_group,
             NUM_BITS, GROUP_SIZE, GRAIN, SUBNORMAL, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
         )  # fmt: skip
     elif SCALE_ON == "x":
-        group = (tile_n * BLOCK_N // GROUP_SIZE).to(tl.int64) if GROUP_SIZE > 0 else 0
-        scale_row = scale_ptr + group * K
-        min_row = None if min_ptr is None else min_ptr + group * K
+        group = first_n // GROUP_SIZE if GROUP_SIZE > 0 else first_n * 0
         return accumulate_scaled_x(
-            x_rows, word_rows, scale_row, min_row, first, last, K,
+            x_rows, word_rows, scale_ptr + group * K,
+            None if min_ptr is None else min_ptr + group * K, first, last, K,
             NUM_BITS, SUBNORMAL, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
         )  # fmt: skip
     else:
         return accumulate_weights(
-            x_rows, word_rows, scale_ptr, min_ptr, n, first, last, K, last_group,
+            x_rows, word_rows, scale_ptr, min_ptr, first_n, n, first, last, K, last_group,
             NUM_BITS, GROUP_SIZE, GROUP_DIM, GRAIN, ROW_GROUP, UNPACK, BLOCK_M, BLOCK_N, STEP, SUM_ROWS,
             EVEN_K,
         )  # fmt: skip

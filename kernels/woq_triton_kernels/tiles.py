@@ -199,18 +199,27 @@ def _pick_decode(
     """64 rows a warp: so many products to each activation that a warp reads and sums."""
     block_m = max(facts.decode_m, 8 if M <= 8 else 16)
     block_n = 64 if dtype == torch.float32 else 128
-    scale_on = "accumulator" if group_dim == 1 and grain(size) >= 32 else "weights"
-    if group_dim == 0 and math.gcd(size, block_n) >= 16:
-        block_n = math.gcd(size, block_n)
-        # Scaling x costs a share of BLOCK_M, scaling packed pairs of weights does not.
-        halves = facts.unpack == "ptx" and dtype != torch.float32
-        scale_on = "weights" if halves and block_m > 8 else "x"
+    halves = facts.unpack == "ptx" and dtype != torch.float32  # weights are scaled two to an instruction
+    two_parts = num_bits == 8 and dtype == torch.bfloat16
+    if group_dim == 0:
+        # Scaling x costs a share of BLOCK_M, scaling pairs of weights does not.
+        same_rows = math.gcd(size, block_n) >= 16
+        scale_on = "x" if same_rows and not (halves and block_m > 8) else "weights"
+        block_n = math.gcd(size, block_n) if same_rows else block_n
+    else:
+        scale_on = "accumulator" if grain(size) >= 32 else "weights"
+        if halves and two_parts and block_m > 8 and grain(size) == 32:
+            scale_on = "weights"
     while block_n > 16 and block_n >= 2 * N:
         block_n //= 2
-    num_warps = max(1, block_n // (32 if dtype == torch.float32 else 64))
+    # Without a matrix unit, or with scale and min gathered for each weight, registers allow fewer rows.
+    gathered = scale_on == "weights" and (grain(size) < 32 if group_dim == 1 else size % block_n != 0)
+    num_warps = max(1, block_n // (16 if gathered or dtype == torch.float32 else 64))
     # A step of 8-bit codes is twice as many bytes: fewer of them need to be in flight.
     resident = facts.resident if num_bits == 4 else facts.resident - 1
     stages = facts.decode_stages if num_bits == 4 else max(2, facts.decode_stages - 1)
+    if two_parts and block_m > 8:
+        stages = 2
     processors = processors or facts.processors
     return TileConfig(
         kernel="decode",

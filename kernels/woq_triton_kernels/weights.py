@@ -14,7 +14,8 @@ from woq_triton_kernels.unpack import codes_f32, pair, shift_words
 
 @triton.jit
 def metadata_offsets(
-    rows,
+    first_n,
+    n,
     k,
     start,
     K,
@@ -28,7 +29,8 @@ def metadata_offsets(
     """Offsets into scale and min of a run of columns: ``[rows, SPAN]``, or 1 where they are the same.
 
     Args:
-        rows: int64 ``[rows]``, out_features indices inside the weight.
+        first_n: int64, the tile's first row.
+        n: int32 or int64 ``[rows]``, rows of the tile from first_n on, all inside the weight.
         k: ``[SPAN]``, in_features indices from start on, possibly past the end.
         start: The first of k.
         K: in_features.
@@ -44,15 +46,15 @@ def metadata_offsets(
         if GROUP_SIZE == 0:
             return columns[None, :]
         elif ROW_GROUP:
-            return tl.min(rows, axis=0) // GROUP_SIZE * K + columns[None, :]
+            return first_n // GROUP_SIZE * K + columns[None, :]
         else:
-            return (rows // GROUP_SIZE * K)[:, None] + columns[None, :]
+            return ((first_n + n) // GROUP_SIZE * K)[:, None] + columns[None, :]
     elif GROUP_SIZE == 0:
-        return rows[:, None]
+        return (first_n + n)[:, None]
     elif GROUP_SIZE % SPAN == 0:
-        return (rows * (last_group + 1) + tl.minimum(start // GROUP_SIZE, last_group))[:, None]
+        return ((first_n + n) * (last_group + 1) + tl.minimum(start // GROUP_SIZE, last_group))[:, None]
     else:
-        return (rows * (last_group + 1))[:, None] + (columns // GROUP_SIZE)[None, :]
+        return ((first_n + n) * (last_group + 1))[:, None] + (columns // GROUP_SIZE)[None, :]
 
 
 @triton.jit
