@@ -88,7 +88,9 @@ def test_a_device_wide_fence_stands_between_partials_and_ticket(arch):
 def test_each_wave_waits_for_its_stores_before_the_ticket_on_amd():
     lines = compiled(PROBLEMS["decode fp16 int4 g128"], "gfx942", split_k=4).assembly.splitlines()
     ticket = position(lines, r"\bglobal_atomic_add\b")
-    last_store = max(i for i, line in enumerate(lines[:ticket]) if re.search(r"\b(global|buffer)_store", line))
+    last_store = max(
+        i for i, line in enumerate(lines[:ticket]) if re.search(r"\b(global|buffer)_store", line)
+    )
     barrier = position(lines, r"\bs_barrier\b", last_store, ticket)
     position(lines, r"s_waitcnt vmcnt\(0\)", last_store, barrier)
     assert barrier < position(lines, r"\bbuffer_wbl2 sc1\b", last_store, ticket)
