@@ -25,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--group-size", type=int, default=128, help="weights that share a scale; -1: a row")
     group.addoption("--tp", type=int, default=1, help="measure the layers of one of so many ranks")
     group.addoption("--tokens", default=",".join(map(str, TOKENS)), help="rows of x")
-    group.addoption("--providers", default="", help="only those whose name has one of these, by commas")
+    group.addoption(
+        "--providers", default="", help="only these, by commas; a part of a name means all that have it"
+    )
     group.addoption("--seconds", type=float, default=1.0, help="about how long to time each case")
     group.addoption("--kind", default="linear", help="first part of the name of the results' file")
     group.addoption("--results", default=str(results.FOLDER), help="folder for the results")
@@ -53,7 +55,12 @@ class Run:
                 option("--model"), layers, _positive("--bits", bits), option("--group-size"), option("--tp")
             )
         names = [name for name in option("--providers").split(",") if name]
-        self.providers = [p for p in PROVIDERS if not names or any(name in p.name for name in names)]
+        exact = {p.name for p in PROVIDERS} & set(names)
+        self.providers = [
+            p
+            for p in PROVIDERS
+            if not names or p.name in exact or any(name in p.name for name in set(names) - exact)
+        ]
         if not self.providers:
             raise ValueError(
                 f"--providers {option('--providers')} matches none of {', '.join(p.name for p in PROVIDERS)}"
