@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -167,6 +168,8 @@ def test_what_cannot_be_converted_is_reported_with_its_reason():
     )
     model["patched"] = nn.Linear(64, 64)
     model["patched"].forward = lambda x: x
+    model["normed"] = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    model["pruned"] = nn.utils.prune.l1_unstructured(nn.Linear(64, 64), "weight", 0.5)
     report = quantize_model(model, config())
     assert [layer.name for layer in report.layers] == ["good"]
     reasons = {layer.name: layer.reason for layer in report.skipped}
@@ -177,6 +180,9 @@ def test_what_cannot_be_converted_is_reported_with_its_reason():
     assert "would not shrink (256 bytes, 4608 quantized" in reasons["small"]
     assert "torch.float64" in reasons["wide"]
     assert "replaced on the instance" in reasons["patched"]
+    assert "computed from other tensors" in reasons["normed"]
+    assert "computed from other tensors" in reasons["pruned"]
+    assert model["pruned"](torch.ones(1, 64)).shape == (1, 64)
     assert "norm" not in reasons
     assert next(layer for layer in report.skipped if layer.name == "experts").nbytes == 3 * 64 * 64 * 4
 
@@ -232,12 +238,15 @@ def test_dense_weights_are_gone_after_conversion():
 def test_hooks_and_mode_survive_the_replacement():
     model = nn.ModuleDict({"layer": nn.Linear(64, 64)}).eval()
     calls = []
-    model["layer"].register_forward_hook(lambda *_: calls.append("after"))
+    handle = model["layer"].register_forward_hook(lambda *_: calls.append("after"))
     model["layer"].register_forward_pre_hook(lambda *_: calls.append("before"))
     quantize_model(model, config())
     model["layer"](torch.ones(1, 64))
     assert calls == ["before", "after"]
     assert not model["layer"].training
+    handle.remove()
+    model["layer"](torch.ones(1, 64))
+    assert calls == ["before", "after", "before"]
 
 
 def test_progress_is_told_layer_by_layer():

@@ -104,6 +104,8 @@ def convert_plain(module: nn.Module) -> Conversion | str | None:
     forward = type(module).forward
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
+    if "weight" not in module._parameters:
+        return "its weight is computed from other tensors (weight norm, pruning); make it permanent first"
     if forward is nn.Linear.forward:
         bias: Any = module.bias
         return Conversion(module.weight, lambda qweight: QuantizedLinear(qweight, bias))
@@ -411,4 +413,5 @@ def _carry_over(dense: nn.Module, quantized: nn.Module) -> None:
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
     ):
-        getattr(quantized, attribute).update(getattr(dense, attribute))
+        # The dictionary itself: the handle that removes a hook knows no other.
+        setattr(quantized, attribute, getattr(dense, attribute))
