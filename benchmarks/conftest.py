@@ -25,9 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--group-size", type=int, default=128, help="weights that share a scale; -1: a row")
     group.addoption("--tp", type=int, default=1, help="measure the layers of one of so many ranks")
     group.addoption("--tokens", default=",".join(map(str, TOKENS)), help="rows of x")
-    group.addoption(
-        "--providers", default="", help="only these, by commas; a part of a name means all that have it"
-    )
+    group.addoption("--providers", default="", help="only these; a part of a name means all that have it")
     group.addoption("--seconds", type=float, default=1.0, help="about how long to time each case")
     group.addoption("--kind", default="linear", help="first part of the name of the results' file")
     group.addoption("--results", default=str(results.FOLDER), help="folder for the results")

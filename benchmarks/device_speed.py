@@ -48,7 +48,8 @@ def tables(session: Session) -> dict[str, Any]:
                 left_out[f"{provider.name} on {problem.name}"] = f"failing: {wrong}"
                 session.expect(not provider.ours, f"{provider.name}: {wrong}")
                 continue
-            copies = [module] if session.dry else measure.copies_of(module, session.device)
+            remake = functools.partial(make, provider, problem, session.device)
+            copies = [module] if session.dry else measure.copies_of(module, session.device, remake)
             for tokens in token_counts:
                 x = problem.tokens(tokens, provider.dtype).to(session.device)
                 seconds = measure.module_seconds(copies, x, session.device, 0.01)

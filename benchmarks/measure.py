@@ -34,14 +34,27 @@ def last_level_cache(device: str) -> int:
     return max(sizes) or 32 << 20
 
 
-def copies_of(module: nn.Module, device: str) -> list[nn.Module]:
-    """A module and as many copies as exceed the last-level cache twice; at most 64."""
+def copies_of(
+    module: nn.Module, device: str, remake: Callable[[], nn.Module] | None = None
+) -> list[nn.Module]:
+    """A module and as many copies as exceed the last-level cache twice; at most 64.
+
+    Args:
+        module: The first.
+        device: Where it is.
+        remake: Makes another where a module cannot be copied.
+    """
     count = 1 + 2 * last_level_cache(device) // max(1, held_bytes(module))
-    return [module, *(_copied(module) for _ in range(min(count, 64) - 1))]
+    return [module, *(_copied(module, remake) for _ in range(min(count, 64) - 1))]
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(module)
+def _copied(module: nn.Module, remake: Callable[[], nn.Module] | None) -> nn.Module:
+    try:
+        copied = copy.deepcopy(module)
+    except (RuntimeError, TypeError):
+        if remake is None:
+            raise
+        return remake()
     for old, new in zip(module.parameters(), copied.parameters(), strict=True):
         vars(new).update(vars(old))  # a copy loses them, and DeepSpeed's keep their dequantizer there
     return copied

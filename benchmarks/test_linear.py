@@ -18,7 +18,10 @@ def _built(chosen: Provider, problem: Problem, device: str) -> tuple[list[nn.Mod
     """Copies of a provider's module, the bytes of one, and what the gate found wrong."""
     module = make(chosen, problem, device)
     wrong = check(chosen, module, problem, device)
-    return ([] if wrong else measure.copies_of(module, device)), held_bytes(module), wrong
+    if wrong:
+        return [], held_bytes(module), wrong
+    copies = measure.copies_of(module, device, lambda: make(chosen, problem, device))
+    return copies, held_bytes(module), None
 
 
 def test_linear(case: tuple[Problem, Provider, int], run: Run, benchmark: Any) -> None:
