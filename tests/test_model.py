@@ -8,7 +8,12 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.numerics import make_weight, relative_error
 from woq_triton import QuantizedEmbedding, QuantizedLinear, quantize_model
@@ -269,3 +274,25 @@ def test_the_report_counts_bytes():
     assert plain["bytes_before"] == report.bytes_before
     assert "16 layers" not in str(report)
     assert "15 layers quantized" in str(report)
+
+
+def test_gpt2_is_quantized_in_its_transposed_layers_too():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=160, n_positions=32)).eval()
+    for seed, parameter in enumerate(model.transformer.h.parameters()):
+        if parameter.dim() == 2:
+            parameter.data = make_weight(*parameter.shape, seed=seed) * 0.1
+    dense = copy.deepcopy(model)
+    report = quantize_model(model, config())
+    assert "transformer.h.1.mlp.c_fc" in [layer.name for layer in report.layers]
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and name != "lm_head":
+            dense.get_submodule(name).weight.data = module.qweight.dequantize().t()
+    dense.transformer.wte.weight.data = model.transformer.wte.qweight.dequantize()
+    dense.transformer.wpe.weight.data = model.transformer.wpe.qweight.dequantize()
+    assert relative_error(model(IDS).logits, dense(IDS).logits) < 1e-5
+
+
+def test_a_layer_that_is_the_whole_model_points_to_its_successor():
+    with pytest.raises(ValueError, match=r"the model is itself a Linear.*QuantizedLinear.from_linear"):
+        quantize_model(nn.Linear(64, 64), config())

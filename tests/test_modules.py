@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tests.numerics import make_weight, make_x, relative_error
 from woq_triton import QuantizedEmbedding, QuantizedLinear, QuantScheme
@@ -129,3 +130,23 @@ def test_printing_a_layer_shows_its_scheme():
     text = repr(make_linear())
     assert "24, 130" in text
     assert "int4 g32 dim1 asymmetric" in text
+
+
+def test_loading_state_of_another_dtype_rounds_nothing():
+    wide, narrow = make_linear(torch.float32), make_linear(torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow.scale.dtype == torch.float32
+    assert torch.equal(narrow.scale, wide.scale)
+    assert torch.equal(narrow.qweight.dequantize(), wide.qweight.dequantize())
+
+
+def test_a_cast_that_would_touch_packed_codes_is_refused():
+    layer = make_linear()
+    with pytest.raises(TypeError, match=r"use .to\(dtype\)"):
+        layer.type(torch.float16)
+    assert layer.packed.dtype == torch.int16
+
+
+def test_a_transposed_layer_is_refused():
+    with pytest.raises(TypeError, match=r"c_attn is a Conv1D, whose weight is \[in_features, out_features\]"):
+        QuantizedLinear.from_linear(Conv1D(64, 64), QuantScheme(), "c_attn")

@@ -116,6 +116,33 @@ def test_a_shard_that_cuts_a_group_is_refused():
         qweight.shard(0, 4, 9)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weights_up_to_the_largest_number_stay_finite_and_within_a_step(dtype, num_bits, symmetric):
+    largest = torch.finfo(dtype).max
+    weight = make_weight(16, 64) / make_weight(16, 64).abs().max()
+    weight[:, ::7] = 1.0
+    weight = (weight * (0.49 * largest if not symmetric else largest)).to(dtype)
+    weight[0, 0] = largest
+    if symmetric:
+        weight[1, 1] = -largest
+    qweight = quantize(weight, QuantScheme(num_bits, 32, 1, symmetric))
+    assert torch.isfinite(qweight.dequantize()).all()
+    assert torch.isfinite(qweight.dequantize(torch.float32)).all()
+    # Half a step, and what rounding the scale down by 2**-8 (bf16) takes from 255 steps.
+    assert steps_of_error(weight, qweight) <= HALF_STEP + num_bits / 8
+    assert 0 < qweight.relative_error(weight) < 0.1
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 1e30])
+def test_the_relative_error_does_not_depend_on_the_magnitude(magnitude):
+    weight = make_weight(8, 64)
+    expected = quantize(weight, QuantScheme(4, 32)).relative_error(weight)
+    scaled = weight * magnitude
+    assert quantize(scaled, QuantScheme(4, 32)).relative_error(scaled) == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("group_dim", [0, 1])
 def test_nan_and_infinite_weights_are_refused_by_name(value, group_dim):
@@ -137,6 +164,9 @@ def test_a_range_beyond_float32_is_refused():
         (torch.ones(4, 4, dtype=torch.int8), TypeError, "weight has dtype torch.int8"),
         (torch.ones(4, dtype=torch.float32), ValueError, r"shape \(4,\); quantize a 2-D"),
         (torch.ones(2, 4, 4), ValueError, "quantize a 2-D"),
+        (torch.ones(4, 4, device="meta"), TypeError, "weight is on the meta device"),
+        (torch.ones(4, 4).to_sparse(), TypeError, "weight is torch.sparse_coo"),
+        (None, TypeError, "weight is a NoneType"),
     ],
 )
 def test_what_is_no_weight_is_refused(weight, error, message):

@@ -13,6 +13,7 @@ from woq_triton import QuantScheme
         ("num_bits", 4.0, "num_bits is 4.0"),
         ("group_size", 0, "group_size is 0, but must be a positive integer, or -1"),
         ("group_size", -2, "group_size is -2"),
+        ("group_size", 2**31, "group_size is 2147483648"),
         ("group_dim", 2, "group_dim is 2, but must be 1"),
         ("group_dim", False, "group_dim is False"),
         ("symmetric", 1, "symmetric is 1, but must be true or false"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from woq_triton.modules import (
     QuantizedLinear,
     QuantizedModule,
     QuantizedScaledEmbedding,
+    is_conv1d,
     rearrange_for_cpu,
 )
 from woq_triton.quantize import WEIGHT_DTYPES, check_values, quantized_nbytes
@@ -96,7 +97,11 @@ def convert_plain(module: nn.Module) -> Conversion | str | None:
 
     A subclass with a forward of its own does something besides, which a replacement would lose; of
     those, transformers' embeddings that multiply by a constant are known, and Falcon's linear layer.
+    Transformers' Conv1D (GPT-2) is a linear layer with a transposed weight.
     """
+    if is_conv1d(module):
+        weight, conv_bias = cast(Tensor, module.weight), cast(Tensor, module.bias)
+        return Conversion(weight.t(), lambda qweight: QuantizedLinear(qweight, conv_bias))
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         return None
     if "forward" in vars(module):
@@ -351,6 +356,11 @@ def _nothing_matched(model: nn.Module, schemes: Schemes, plan: Plan) -> str:
         return (
             f"nothing to quantize: all {len(plan.skipped)} matching layers are left alone, "
             f"the first, {first.name!r}, because {first.reason}"
+        )
+    if isinstance(model, (nn.Linear, nn.Embedding)):
+        return (
+            f"the model is itself a {type(model).__name__} and cannot be replaced in place; "
+            "make its successor by QuantizedLinear.from_linear or QuantizedEmbedding.from_embedding"
         )
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     keys = ", ".join(repr(key) for key in schemes)

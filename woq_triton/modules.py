@@ -1,7 +1,7 @@
 """Autograd-free layers on a quantized weight."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,9 @@ class QuantizedModule(nn.Module):
         return self.qweight.nbytes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModule":
+        code = torch.empty(0, dtype=self.packed.dtype, device=self.packed.device)
+        if fn(code).dtype != code.dtype:
+            raise TypeError("Module.type would cast packed codes; use .to(dtype), .half() or .bfloat16()")
         # Set aside, as a cast would round them.
         buffers: dict[str, Tensor | None] = {}
         for name in ("scale", "min"):
@@ -97,6 +100,14 @@ class QuantizedModule(nn.Module):
             else:
                 self._buffers[name] = moved
         return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # Take the saved metadata's dtype: copied into another, it would be rounded.
+        for name in ("scale", "min"):
+            saved, buffer = state_dict.get(prefix + name), self._buffers.get(name)
+            if isinstance(saved, Tensor) and buffer is not None and saved.is_floating_point():
+                self._buffers[name] = buffer.to(saved.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -136,9 +147,14 @@ class QuantizedLinear(QuantizedModule):
             name: What errors call the layer.
 
         Raises:
-            TypeError: The weight is not bf16, fp16 or fp32.
+            TypeError: The weight is not bf16, fp16 or fp32, or is stored transposed.
             ValueError: The weight is not 2-D, or holds values that cannot be quantized.
         """
+        if is_conv1d(linear):
+            raise TypeError(
+                f"{name} is a Conv1D, whose weight is [in_features, out_features]; use quantize_model, or "
+                "QuantizedLinear(quantize(layer.weight.t(), scheme), layer.bias)"
+            )
         weight, bias = _tensor(linear, "weight", name), getattr(linear, "bias", None)
         return cls(quantize(weight, scheme, name), bias)
 
@@ -247,9 +263,9 @@ class QuantizedLinear(QuantizedModule):
         if self.rearranged:
             destination.update({prefix + name: tensor for name, tensor in self._canonical().items()})
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         self._restore()
-        super()._load_from_state_dict(*args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._settle_arrangement()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,3 +390,9 @@ def _tensor(module: nn.Module, attribute: str, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} ({type(module).__name__}) has no tensor called {attribute}")
     return value
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a layer is transformers' Conv1D: linear, with its weight ``[in_features, out_features]``."""
+    forward = type(module).forward
+    return forward.__module__ == "transformers.pytorch_utils" and forward.__qualname__ == "Conv1D.forward"

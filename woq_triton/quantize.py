@@ -8,7 +8,9 @@ Within a group, with Q = 2**num_bits - 1::
 Two choices keep every weight within half a *stored* step of its value, whatever the storage dtype:
 the scale is rounded up when stored, so that Q steps always span the group, and codes are computed
 against the metadata as stored. `min` is itself a weight, hence exact. A group of one repeated value
-is exact too: its scale is 0 (asymmetric) or the value's magnitude (symmetric).
+is exact too: its scale is 0 (asymmetric) or the value's magnitude (symmetric). Only where the last
+step would lie beyond the dtype's largest number is the scale rounded down, at the cost of up to one
+step, so that what is dequantized stays finite.
 """
 
 import math
@@ -49,7 +51,7 @@ def quantize_tensors(
     check_weight(weight, name)
     weight = weight.detach()
     low, high = _group_bounds(weight, scheme)
-    _check_bounds(low, high, name)
+    _check_bounds(low, high, scheme, name)
     scale, minimum = _metadata(low, high, scheme)
 
     rows, in_features = weight.shape
@@ -65,9 +67,14 @@ def check_weight(weight: Tensor, name: str) -> None:
     """Refuse a weight whose dtype or rank cannot be quantized.
 
     Raises:
-        TypeError: The dtype is not one of `WEIGHT_DTYPES`.
+        TypeError: It is no dense tensor with values, or its dtype is not one of `WEIGHT_DTYPES`.
         ValueError: The weight is not 2-D.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name} is a {type(weight).__name__}; quantize a tensor")
+    if weight.layout != torch.strided or weight.device.type == "meta":
+        kind = "on the meta device" if weight.device.type == "meta" else str(weight.layout)
+        raise TypeError(f"{name} is {kind}; quantize a dense weight that is loaded")
     if weight.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"{name} has dtype {weight.dtype}; quantize a bfloat16, float16 or float32 weight")
     if weight.dim() != 2:
@@ -83,7 +90,7 @@ def check_values(weight: Tensor, scheme: QuantScheme, name: str) -> None:
         ValueError: NaN or infinite values, or a group that spans more than fp32 can hold.
     """
     low, high = _group_bounds(weight.detach(), scheme)
-    _check_bounds(low, high, name)
+    _check_bounds(low, high, scheme, name)
 
 
 def quantized_nbytes(shape: tuple[int, int], scheme: QuantScheme, dtype: torch.dtype) -> int:
@@ -154,17 +161,17 @@ def ungroup(grouped: Tensor, scheme: QuantScheme, block_rows: int, columns: int)
 def _codes(
     weight: Tensor, scale: Tensor, minimum: Tensor | None, scheme: QuantScheme, start: int, rows: int
 ) -> Tensor:
-    """Nearest codes of a block of rows, uint8.
-
-    They need no clamp: the scale was rounded up, so no weight lies beyond the last step.
-    """
+    """Nearest codes of a block of rows, uint8."""
     metas = [scale] if minimum is None else [scale, minimum]
     values, metas = group_view(weight.float(), metas, scheme, start, rows)
     steps = values - (metas[1] if minimum is not None else 0.0)
     # A zero scale belongs to a constant group, whose distance to min is 0 as well.
     steps = steps.div_(torch.where(metas[0] == 0, 1.0, metas[0])).round_()
+    # Only a scale that was rounded down leaves weights beyond the last step.
     if minimum is None:
-        steps += scheme.zero_code
+        steps.clamp_(1 - scheme.zero_code, scheme.zero_code - 1).add_(scheme.zero_code)
+    else:
+        steps.clamp_(0, scheme.max_code)
     return ungroup(steps.to(torch.uint8), scheme, *weight.shape)
 
 
@@ -186,30 +193,39 @@ def _group_bounds(weight: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _check_bounds(low: Tensor, high: Tensor, name: str) -> None:
+def _check_bounds(low: Tensor, high: Tensor, scheme: QuantScheme, name: str) -> None:
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise ValueError(f"{name} has NaN or infinite values and cannot be quantized; mend the checkpoint")
-    if not bool(torch.isfinite(high.float() - low.float()).all()):
-        raise ValueError(f"{name} has a group whose range exceeds float32; rescale the weight")
+    if not scheme.symmetric and not bool(torch.isfinite(high.float() - low.float()).all()):
+        raise ValueError(
+            f"{name} has a group whose range exceeds float32; rescale the weight, or quantize symmetrically"
+        )
 
 
 def _metadata(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor | None]:
     scale = torch.empty(low.shape, dtype=low.dtype, device=low.device)
-    pieces = (meta.flatten().split(_BLOCK_WEIGHTS) for meta in (scale, low, high))
+    pieces = (meta.flatten().split(_BLOCK_WEIGHTS // 8) for meta in (scale, low, high))
     for scale_piece, low_piece, high_piece in zip(*pieces, strict=True):
         low64, high64 = low_piece.double(), high_piece.double()
         if scheme.symmetric:
             steps = torch.where(low64 == high64, 1.0, float(scheme.zero_code - 1))
-            exact = torch.maximum(low64.abs(), high64.abs()) / steps
+            start, span = torch.zeros_like(low64), torch.maximum(low64.abs(), high64.abs())
         else:
-            exact = (high64 - low64) / scheme.max_code
-        scale_piece.copy_(_round_up(exact, low.dtype))
+            steps = torch.full_like(low64, scheme.max_code)
+            start, span = low64, high64 - low64
+        rounded = _round_up(span / steps, low.dtype)
+        beyond = start + steps * rounded.double() > torch.finfo(low.dtype).max
+        scale_piece.copy_(torch.where(beyond, _next(rounded, -1), rounded))
     return scale, None if scheme.symmetric else low.contiguous()
 
 
 def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Non-negative fp64 values to the next dtype value that is not smaller."""
     rounded = values.to(dtype)
-    bits = rounded.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    # Positive floats are ordered as their bits are, so the next one up is one bit pattern on.
-    return (bits + (rounded.double() < values).to(bits.dtype)).view(dtype)
+    return torch.where(rounded.double() < values, _next(rounded, 1), rounded)
+
+
+def _next(values: Tensor, step: int) -> Tensor:
+    """The neighbours of positive floats: they are ordered as their bits are."""
+    bits = values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+    return (bits + step).view(values.dtype)

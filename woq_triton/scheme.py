@@ -29,7 +29,7 @@ class QuantScheme:
     def __post_init__(self) -> None:
         """Refuse what no implementation can serve."""
         _require("num_bits", self.num_bits, _is_int(self.num_bits) and self.num_bits in (4, 8), "4 or 8")
-        size_ok = _is_int(self.group_size) and (self.group_size >= 1 or self.group_size == -1)
+        size_ok = _is_int(self.group_size) and (1 <= self.group_size < 2**31 or self.group_size == -1)
         _require("group_size", self.group_size, size_ok, "a positive integer, or -1 for the whole dimension")
         dim_ok = _is_int(self.group_dim) and self.group_dim in (0, 1)
         _require(

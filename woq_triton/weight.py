@@ -115,8 +115,9 @@ class QuantizedWeight:
             block = weight[start:stop].detach().float()
             codes = layout.unpack(self.packed[start:stop], self.scheme.num_bits, self.shape[1])
             dense = dequantize_rows(codes, self.scale, self.min, self.scheme, self.shape[0], start)
-            error += float(dense.sub_(block).square().sum())
-            norm += float(block.square().sum())
+            # Summed in fp64, as squares leave the range of fp32 early.
+            error += float(torch.linalg.vector_norm(dense.sub_(block), dtype=torch.float64)) ** 2
+            norm += float(torch.linalg.vector_norm(block, dtype=torch.float64)) ** 2
         return float((error / norm) ** 0.5) if norm else 0.0
 
     def _shard_columns(self, start: int, stop: int) -> Tensor:
