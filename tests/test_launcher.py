@@ -55,8 +55,12 @@ def test_the_rank_that_died_without_a_word_is_named(tmp_path: Path, how: str, sa
 
 
 CODE = """
+import signal
 import sys
 from pathlib import Path
+
+# A job that a shell started in the background ignores Ctrl-C, and what it starts inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests import rank_functions
 from woq_triton.serving.launcher import Interrupted, launch
 
