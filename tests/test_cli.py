@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import woq_triton
 from woq_triton.cli import app
+from woq_triton.serving.launcher import RankFailed
 from woq_triton.serving.options import DEMO_MODEL
 from woq_triton.serving.summary import render
 
@@ -122,13 +123,6 @@ def test_a_weight_that_cannot_be_quantized_is_one_line_naming_the_layer(tmp_path
     assert result.stderr.startswith("error: rank ") and "model.layers.2.mlp.up_proj" in result.stderr
 
 
-def test_a_prompt_that_does_not_fit_the_model_is_refused() -> None:
-    result = run("generate", "--max-new-tokens", "300")
-    assert result.returncode == 1
-    assert "--max-new-tokens is 300" in result.stderr and "256 positions" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,6 +143,7 @@ def test_a_prompt_that_does_not_fit_the_model_is_refused() -> None:
         ("--text no-such-file.txt", "no-such-file.txt cannot be read"),
         ("--text /dev/null", "/dev/null is empty"),
         ("--prompt=", "--prompt is empty"),
+        ("--max-new-tokens 300", "--max-new-tokens is 300, together more than the model's 256 positions"),
     ],
 )
 def test_a_bad_option_is_refused_before_any_rank_starts(
@@ -162,6 +157,66 @@ def test_a_bad_option_is_refused_before_any_rank_starts(
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.replace("│", " ").split())
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "said"),
+    [
+        pytest.param({}, [], "is a folder without a tokenizer", id="no tokenizer"),
+        pytest.param(
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            [],
+            "there is no tokenizer.json in it",
+            id="a class that would make an empty tokenizer",
+        ),
+        pytest.param({}, ["tokenizer.json"], None, id="all there"),
+        pytest.param({"architectures": None}, ["tokenizer.json"], None, id="type alone"),
+        pytest.param(
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, ["tokenizer.json"], None, id="gpt2"
+        ),
+        pytest.param({"architectures": ["LlamaModel"]}, ["tokenizer.json"], "is a LlamaModel", id="no head"),
+        pytest.param(
+            {"model_type": "bert", "architectures": ["BertModel"]},
+            ["tokenizer.json"],
+            "is a BertModel",
+            id="encoder",
+        ),
+        pytest.param(
+            {"model_type": "bart", "is_encoder_decoder": True, "architectures": ["BartForCausalLM"]},
+            ["tokenizer.json"],
+            "is a BartForCausalLM",
+            id="encoder-decoder",
+        ),
+        pytest.param(
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+            [],
+            "is a ViTForImageClassification by its config.json; generate needs a causal language model",
+            id="images",
+        ),
+        pytest.param({"model_type": "zzz"}, [], "has model type `zzz`", id="unknown type"),
+    ],
+)
+def test_a_folder_is_judged_by_its_config_and_tokenizer_alone(
+    tmp_path: Path,
+    config: dict[str, Any],
+    files: list[str],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> None:
+        raise RankFailed(0, "ranks started", "")
+
+    monkeypatch.setattr("woq_triton.commands.generate.run_and_compare", stop)
+    demo = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**demo, **config}), encoding="utf-8")
+    for name in files:
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    result = CliRunner().invoke(app, ["generate", "--model", str(tmp_path)])
+    if said is None:
+        assert (result.exit_code, result.stderr) == (1, "error: rank 0: ranks started\n")
+    else:
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert f"--model {tmp_path}" in result.stderr and said in result.stderr
 
 
 def test_more_ranks_than_cores_start_only_when_insisted_on() -> None:

@@ -10,6 +10,7 @@ import typer
 
 from woq_triton.scheme import QuantScheme
 from woq_triton.serving.launcher import Interrupted, RankFailed
+from woq_triton.serving.model_check import check_model
 from woq_triton.serving.options import DEMO_MODEL, GenerateOptions, check_options
 from woq_triton.serving.runs import run_and_compare
 from woq_triton.serving.summary import render
@@ -85,6 +86,7 @@ def generate(
                 oversubscribe=oversubscribe,
             )
         )
+        check_model(options)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

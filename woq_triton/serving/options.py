@@ -1,8 +1,6 @@
 """What `woq-triton generate` was asked for, checked before any rank starts."""
 
-import json
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,7 +66,6 @@ def check_options(options: GenerateOptions) -> GenerateOptions:
         raise ValueError(
             "--dtype float16 is not possible on CPU: DeepSpeed refuses it there; use bfloat16 or float32"
         )
-    _check_model(options.model)
     _check_text(options.text_file)
     return options
 
@@ -99,45 +96,6 @@ def _check_ranks(options: GenerateOptions) -> None:
             f"--tp {tp} is more than the {cores} CPU cores; use --tp {cores} or fewer, "
             "or insist with --oversubscribe"
         )
-
-
-def _check_model(model: str) -> None:
-    folder = Path(model)
-    if folder.is_dir():
-        config = folder / "config.json"
-        try:
-            json.loads(config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(
-                f"--model {model} is a folder without config.json, so no Hugging Face model"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{config} cannot be read: {error}") from None
-        return
-    if folder.exists():
-        raise ValueError(f"--model {model} is a file; give the folder that holds config.json")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", model):
-        raise ValueError(f"--model {model} does not exist, and is no id such as org/name")
-    _check_hub_model(model)
-
-
-def _check_hub_model(model: str) -> None:
-    """Fetch the config of a model of the Hub, which takes a moment, rather than fail on every rank."""
-    try:
-        from huggingface_hub import hf_hub_download
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"--model {model} is no folder, and loading from the Hub needs pip install 'woq_triton[autotp]'"
-        ) from None
-    try:
-        hf_hub_download(model, "config.json")
-    except (
-        Exception
-    ) as error:  # the Hub's client has a dozen kinds: no network, no such model, no access, ...
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"--model {model} is no folder here, and could not be had from the Hugging Face Hub: {reason}"
-        ) from None
 
 
 def _check_text(text_file: str) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from woq_triton import quantize_model
 from woq_triton.report import QuantizationReport
 from woq_triton.serving import measure
+from woq_triton.serving.model_check import tokenize
 from woq_triton.serving.options import DTYPES, GenerateOptions, cpu_cores
 
 PHASES = ("dense", "quantized")
@@ -132,7 +133,7 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
         start_bytes = memory.resident()
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype]).eval()
-        prompt_ids, windows = _tokenize(options, tokenizer, model.config)
+        prompt_ids, windows = tokenize(options, tokenizer, model.config)
     with progress.stage("sharding"):
         # Without a second variable for the model, whose dense layers would then never go.
         engine = deepspeed.init_inference(
@@ -208,25 +209,6 @@ def _start_deepspeed(device: str) -> Any:
 
 def _ds_config(options: GenerateOptions) -> dict[str, Any]:
     return {"weight_quantization": {"post_init_quant": {"*": options.scheme.to_dict()}}}
-
-
-def _tokenize(options: GenerateOptions, tokenizer: Any, config: Any) -> tuple[Tensor, list[Tensor]]:
-    """Token ids of the prompt ``[1, tokens]``, and the windows of the evaluation text."""
-    context = getattr(config, "max_position_embeddings", None)
-    prompt_ids = tokenizer(options.prompt, return_tensors="pt").input_ids
-    length = prompt_ids.shape[1] + options.max_new_tokens
-    if context is not None and length > context:
-        raise ValueError(
-            f"--prompt has {prompt_ids.shape[1]} tokens and --max-new-tokens is {options.max_new_tokens}, "
-            f"together more than the model's {context} positions; shorten one of them"
-        )
-    text = Path(options.text_file).read_text(encoding="utf-8")
-    ids = torch.tensor(tokenizer(text).input_ids[: options.eval_tokens])
-    if len(ids) < 2:
-        raise ValueError(
-            f"--text {options.text_file} has {len(ids)} token(s), too few to predict one from another"
-        )
-    return prompt_ids, measure.eval_windows(ids, context)
 
 
 def _evaluate(
