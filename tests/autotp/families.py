@@ -31,7 +31,7 @@ class Family:
         config: Configuration class in transformers.
         settings: What differs from the configuration's defaults.
         kind: ``causal``, ``masked`` or ``seq2seq``.
-        max_tp: Ranks beyond which stock AutoTP itself fails.
+        max_tp: Ranks beyond which stock AutoTP itself fails: these families need a KV head for each.
         broken: How stock AutoTP itself fails, for a family that it does not shard rightly.
     """
 
@@ -80,6 +80,7 @@ FAMILIES = {
             "head_dim": 32,
             "attn_temperature_tuning": False,
         },
+        max_tp=2,
     ),
     "opt": Family(
         "OPTForCausalLM",

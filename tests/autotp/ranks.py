@@ -64,9 +64,11 @@ class Pool:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise TimeoutError(
+                late = TimeoutError(
                     f"{function}: ranks {list(waiting.values())} gave no answer in {timeout} s"
                 )
+                # A rank that raised is why the others wait.
+                raise next((a for a in answers.values() if isinstance(a, RankError)), late) from late
             for pipe in ready:
                 try:
                     answers[waiting[pipe]] = pipe.recv()
