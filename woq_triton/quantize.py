@@ -100,15 +100,23 @@ def quantized_nbytes(shape: tuple[int, int], scheme: QuantScheme, dtype: torch.d
     return shape[0] * layout.packed_width(shape[1], scheme.num_bits) * 2 + metadata
 
 
-def row_blocks(scheme: QuantScheme, rows: int, in_features: int) -> Iterator[tuple[int, int]]:
+def row_blocks(
+    scheme: QuantScheme, rows: int, in_features: int, block_weights: int = _BLOCK_WEIGHTS
+) -> Iterator[tuple[int, int]]:
     """Yield ``(start, stop)`` row ranges that bound the scratch memory of a pass over a weight.
 
     Where groups run along the rows, a range is either whole groups or part of one. A weight without
     columns has none.
+
+    Args:
+        scheme: How the weight is quantized.
+        rows: out_features.
+        in_features: Columns.
+        block_weights: About how many weights a range holds.
     """
     if in_features == 0:
         return
-    step = max(1, _BLOCK_WEIGHTS // in_features)
+    step = max(1, block_weights // in_features)
     span = rows
     if scheme.group_dim == 0:
         size = scheme.resolve_group_size((rows, in_features))

@@ -42,12 +42,17 @@ def linear(
     if in_features == 0:
         out[:] = 0 if bias is None else bias
     tokens = tokens.to(product_dtype(tokens, out.dtype))
-    for start, stop in row_blocks(scheme, out_features, in_features):
+    for start, stop in row_blocks(scheme, out_features, in_features, block_weights()):
         codes = layout.unpack(packed[start:stop], num_bits, in_features, torch.int16)
         weight = reference.dequantize_rows(codes, scale, min, scheme, out_features, start)
         block_bias = None if bias is None else bias[start:stop]
         multiply(tokens, weight.t(), block_bias, out[:, start:stop])
     return out.view(*x.shape[:-1], out_features)
+
+
+def block_weights() -> int:
+    """Weights that are dequantized at a time: a share near the caches of each thread, and few barriers."""
+    return torch.get_num_threads() << 19
 
 
 def product_dtype(tokens: Tensor, out_dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from woq_triton.backends.cpu import multiplies_bf16, multiply, product_dtype
+from woq_triton.backends.cpu import block_weights, multiplies_bf16, multiply, product_dtype
 from woq_triton.scheme import QuantScheme
 from woq_triton_kernels import layout
 
@@ -24,7 +24,7 @@ _KERNEL_GROUPS = (256, 128, 64, 32)
 _BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}
 
 _ROWS_AT_A_TIME = 128
-"""Rows that are rearranged or dequantized at a time, whole blocks: what they need stays near the caches."""
+"""Rows that are rearranged at a time, whole blocks."""
 
 _MOST_TOKENS = {True: 64, False: 128}
 """Tokens up to which torch's kernel is the quicker way, by whether the processor multiplies bf16."""
@@ -139,8 +139,9 @@ def linear(
         return out if bias is None else out.add_(bias)
     out = tokens.new_empty(len(tokens), len(arranged))
     tokens = tokens.to(product_dtype(tokens, out.dtype))
-    for start in range(0, len(arranged), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
+    step = max(block_rows(), block_weights() // tokens.shape[1] // block_rows() * block_rows())
+    for start in range(0, len(arranged), step):
+        rows = slice(start, start + step)
         weight_t = _dequantize_t(arranged[rows], scale[rows], None if min is None else min[rows], group_size)
         multiply(tokens, weight_t, None if bias is None else bias[rows], out[:, rows])
     return out
@@ -151,9 +152,8 @@ def _dequantize_t(arranged: Tensor, scale: Tensor, min: Tensor | None, group_siz
     rows, in_features = arranged.shape[0], 2 * arranged.shape[1]
     blocks = arranged.view(rows // block_rows(), in_features, block_rows() // 2)
     weight = torch.empty(in_features, len(blocks), 2, block_rows() // 2)
-    for index, block in enumerate(blocks):
-        weight[:, index, 0] = block & 15
-        weight[:, index, 1] = block >> 4
+    weight[:, :, 0] = (blocks & 15).transpose(0, 1)
+    weight[:, :, 1] = (blocks >> 4).transpose(0, 1)
     grouped = weight.view(in_features // group_size, group_size, rows)
     if min is None:
         grouped -= 8

@@ -20,7 +20,7 @@ import functools
 import torch
 from torch import Tensor
 
-from woq_triton.backends.cpu import multiply, product_dtype
+from woq_triton.backends.cpu import block_weights, multiply, product_dtype
 from woq_triton.scheme import QuantScheme
 from woq_triton_kernels import layout
 
@@ -94,9 +94,13 @@ def linear(
         min_t = None if min is None else min.t()
         return _sum_bags(tokens.float().contiguous(), arranged, scale.t(), min_t, bias, out)
     tokens = tokens.to(product_dtype(tokens, out.dtype))
-    for index, codes in enumerate(_chunks(arranged, len(scale), group_size)):
-        features = slice(index * codes.shape[2], (index + 1) * codes.shape[2])
-        weight = codes.float()
+    chunk = chunk_size(len(scale))
+    codes = arranged.view(-1, len(scale) // chunk, group_size, chunk + _TAIL)[..., :chunk]
+    step = max(1, block_weights() // tokens.shape[1] // chunk)
+    for start in range(0, codes.shape[1], step):
+        features = slice(start * chunk, (start + step) * chunk)
+        # [groups, chunks, group_size, C] to [groups, group_size, features]
+        weight = codes[:, start : start + step].transpose(1, 2).float().flatten(2)
         if min is None:
             weight -= 128
         weight *= scale[features].t().float().unsqueeze(1)
