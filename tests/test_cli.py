@@ -56,7 +56,8 @@ def test_the_report_and_the_memory_agree_on_what_became_smaller(sharded: dict[st
     for memory in sharded["memory"]:
         saved = memory["dense"]["weight_bytes"] - memory["quantized"]["weight_bytes"]
         assert saved == report["bytes_before"] - report["bytes_after"]
-        assert memory["quantized"]["peak_bytes"] >= memory["quantized"]["resident_bytes"] / 2 > 0
+        for phase in ("dense", "quantized"):
+            assert memory[phase]["peak_bytes"] >= memory[phase]["resident_bytes"] > 0
     kinds = {layer["name"].rpartition(".")[2]: layer["kind"] for layer in report["layers"]}
     assert (kinds["q_proj"], kinds["o_proj"], kinds["lm_head"]) == (
         "LinearLayer",
@@ -86,6 +87,9 @@ def test_the_text_for_people_has_all_of_it(sharded: dict[str, Any]) -> None:
         "on 2 ranks",
         "THE REPORT",
         "rank 1: weights",
+        "rank 1: process memory",
+        "rank 1: process peak",
+        "what quantization saves is in the rows 'weights'",
         "decode, tokens/s",
         "perplexity",
         "KL divergence",

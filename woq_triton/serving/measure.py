@@ -150,35 +150,40 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 class Memory:
-    """This process's memory: of its GPU where it has one, else of the process itself."""
+    """This process's memory: what it took of its GPU where it has one, else of the system."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
 
-    def resident(self) -> int:
-        """Bytes held now, after letting go of what can be."""
-        gc.collect()
+    def resident_and_peak(self) -> tuple[int, int]:
+        """Bytes held now, after giving back what can be, and the most since `reset_peak`; never less."""
+        self._give_back()
         if self._cuda:
-            torch.cuda.empty_cache()
-            return torch.cuda.memory_reserved()
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-        return _proc_status("VmRSS") or self.peak()
-
-    def peak(self) -> int:
-        """The most bytes held since `reset_peak`."""
-        if self._cuda:
-            return torch.cuda.max_memory_allocated()
-        unit = 1 if sys.platform == "darwin" else 1024
-        return _proc_status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            resident, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+        else:
+            # Where there is no /proc, only the peak of the whole process can be had.
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = _proc_status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            resident = _proc_status("VmRSS") or peak
+        return resident, max(resident, peak)
 
     def reset_peak(self) -> None:
-        """Start over; where the system has no way to, `peak` stays that of the whole process."""
+        """Start over; where the system has no way to, the peak stays that of the whole process."""
+        self._give_back()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             return
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def _give_back(self) -> None:
+        """Return freed memory to the GPU or the system, which allocators keep for the next use."""
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+            return
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _proc_status(field: str) -> int | None:

@@ -31,8 +31,8 @@ class Phase:
         pieces: Each token decoded alone.
         nll: Mean negative log-likelihood of the evaluation text, in nats a token.
         weight_bytes: Parameters and buffers of this rank.
-        resident_bytes: This rank's memory after all was measured.
-        peak_bytes: The most while it generates.
+        resident_bytes: Memory of this rank's process, or that it took of its GPU, once it has generated.
+        peak_bytes: The most of it while generating.
     """
 
     generation: measure.Generation
@@ -130,7 +130,7 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
     memory = measure.Memory(options.device)
     with progress.stage("loading"):
         deepspeed = _start_deepspeed(options.device)
-        start_bytes = memory.resident()
+        start_bytes, _ = memory.resident_and_peak()
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype]).eval()
         prompt_ids, windows = tokenize(options, tokenizer, model.config)
@@ -153,7 +153,8 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
             generation = measure.generate_greedily(
                 engine.module, prompt_ids, options.max_new_tokens, pad, step
             )
-        peak = memory.peak()
+        # Before the evaluation, whose logits in fp32 belong to the measuring and not to the model.
+        resident, peak = memory.resident_and_peak()
         with progress.stage(f"{name}: perplexity", len(windows), "window") as step:
             nll, kl = _evaluate(engine.module, windows, Path(saved) if rank == 0 else None, name, step)
         phase = Phase(
@@ -162,7 +163,7 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
             [tokenizer.decode([token]) for token in generation.tokens],
             nll,
             measure.weight_bytes(engine.module),
-            memory.resident(),
+            resident,
             peak,
         )
         return phase, kl
@@ -171,7 +172,7 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
     memory.reset_peak()
     with progress.stage("quantizing", unit="layer") as on_layer:
         report = quantize_model(engine.module, _ds_config(options), on_layer=on_layer)
-    quantize_peak = memory.peak()
+    _, quantize_peak = memory.resident_and_peak()
     quantized, kl = measure_phase("quantized")
     progress.close()
     return RankResult(

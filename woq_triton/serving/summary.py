@@ -5,6 +5,9 @@ from typing import Any
 from woq_triton.report import format_bytes
 from woq_triton.scheme import QuantScheme
 
+SMALL_SHARE = 0.1
+"""Of a process's memory; below it, the libraries' own ups and downs hide what quantizing weights saves."""
+
 
 def render(summary: dict[str, Any], report: str | None) -> str:
     """Lay out a summary of `woq_triton.serving.runs` as plain text, with rank 0's report if given."""
@@ -25,16 +28,15 @@ def render(summary: dict[str, Any], report: str | None) -> str:
 def _measurements(summary: dict[str, Any]) -> str:
     dense, quantized = summary["dense"], summary["quantized"]
     rows: list[tuple[str, ...]] = [("", "dense", "quantized", "")]
+    place = "GPU" if summary["device"] == "cuda" else "process"
     for memory in summary["memory"]:
-        label = f"rank {memory['rank']}: "
-        for title, field in (
-            ("weights", "weight_bytes"),
-            ("memory", "resident_bytes"),
-            ("peak", "peak_bytes"),
+        for title, field, note in (
+            ("weights", "weight_bytes", ""),
+            (f"{place} memory", "resident_bytes", f"{format_bytes(memory['start_bytes'])} before loading"),
+            (f"{place} peak", "peak_bytes", "while generating"),
         ):
             values = [format_bytes(memory[phase][field]) for phase in ("dense", "quantized")]
-            note = f"{format_bytes(memory['start_bytes'])} before loading" if title == "memory" else ""
-            rows.append((label + title, values[0], values[1], note))
+            rows.append((f"rank {memory['rank']}: {title}", *values, note))
     for title, field in (("prefill", "prefill_tokens_per_second"), ("decode", "decode_tokens_per_second")):
         rows.append(
             (f"{title}, tokens/s", _number(dense[field], ".1f"), _number(quantized[field], ".1f"), "")
@@ -44,9 +46,22 @@ def _measurements(summary: dict[str, Any]) -> str:
     rows.append(("perplexity", *perplexities, f"{change} over {summary['eval_tokens']} tokens"))
     rows.append(("KL divergence", "", _number(summary["kl_divergence_nats"], ".4g"), "nats a token, mean"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
+    lines = [
         f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {note}".rstrip() for a, b, c, note in rows
-    )
+    ]
+    return "\n".join([*lines, *_memory_note(summary, place)])
+
+
+def _memory_note(summary: dict[str, Any], place: str) -> list[str]:
+    """Which rows tell of the model, where it is too small for the others to."""
+    shares = [m["dense"]["weight_bytes"] / m["dense"]["resident_bytes"] for m in summary["memory"]]
+    if max(shares) >= SMALL_SHARE:
+        return []
+    return [
+        f"note: the dense weights are only {max(shares):.1%} of the {place} memory, and the rest, such as "
+        "libraries, varies by more;",
+        "      what quantization saves is in the rows 'weights'",
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
