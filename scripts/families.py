@@ -53,7 +53,7 @@ def run_family(name: str, tp: int) -> list[str]:
     family = FAMILIES[name]
     row = [name, "", str(tp)]
     if family.broken or tp > family.max_tp:
-        reason = family.broken or "it fails with fewer KV heads than ranks"
+        reason = family.broken or "fewer KV heads than ranks"
         return [*row, *[""] * (len(SCHEMES) + 3), f"AutoTP itself fails: {reason}"]
     try:
         exact = ranks.run(tp, "tests.autotp.cases:measure", name, "float32", SCHEMES, tp == 2, timeout=300)
