@@ -132,7 +132,7 @@ def _sum_bags(
         )
         sums = bags.view(groups, out_features).mul_(scale_t).sum(0)
         if centre is not None:
-            sums.addmv_(centre.t(), x.sum((1, 2)))
+            sums += x.sum((1, 2)) @ centre
         out[token] = sums if bias is None else sums.add_(bias)
     return out
 
