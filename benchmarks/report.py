@@ -4,6 +4,7 @@ The table replaces what stands between two comments in the README, so that its n
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def plot_speed(body: dict[str, Any], path: Path) -> Path:
         rows, columns, figsize=(7.5 * columns, 4.4 * rows), squeeze=False, sharey=True, layout="constrained"
     )
     names = list(dict.fromkeys(r["provider"] for r in records if r["provider"] != _BASELINE))
-    styles = {name: _style(index, name) for index, name in enumerate(names)}
+    families = list(dict.fromkeys(map(_family, names)))
+    styles = {name: _style(families.index(_family(name)), name) for name in names}
     for axis, (layer, bits) in zip(axes.flat, panels, strict=False):
         shown = [r for r in records if r["layer"] == layer and r["num_bits"] in (bits, 16, 32)]
         for name in names:
@@ -210,10 +212,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def _family(provider: str) -> str:
+    """A provider's name without its width: the same line in every panel."""
+    return re.sub(r" (int4|int8|nf4)|(?<=torch int)[48]", "", provider)
+
+
 def _style(index: int, name: str) -> dict[str, Any]:
     ours = name.startswith("woq_triton")
     return {
-        "color": f"C{index % 10}",
+        "color": plt.get_cmap("tab20")(2 * index % 20 + 2 * index // 20),
         "linewidth": 2.4 if ours else 1.2,
         "marker": "o" if ours else "sv^D<>Px"[index % 8],
         "markersize": 5,
