@@ -3,12 +3,13 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import woq_triton_kernels
 from benchmarks import device_checks, device_speed, results
 from benchmarks.device_session import Session
+from woq_triton_kernels import tiles
 
 
 def main(description: str) -> int:
@@ -53,10 +54,22 @@ def main(description: str) -> int:
 def _write_table(session: Session) -> None:
     """Leave the best tiles where `pick_tile`'s shipped tables lie."""
     best = session.found.get("sweep")
-    if not best or session.failures:
-        return
-    folder = Path(woq_triton_kernels.__file__).parent / "configs"
+    if best and not session.failures:
+        print(write_table(best, tiles.CONFIGS))
+
+
+def write_table(best: list[dict[str, Any]], folder: Path) -> Path:
+    """Write what `device_speed.sweep` found as the table that `tiles.load_table` reads.
+
+    Args:
+        best: Its result, all of one architecture; of problems in one bucket of M the last counts.
+        folder: Where tables lie.
+    """
+    names = ("N", "K", "num_bits", "group_size", "group_dim", "dtype", "tile")
+    entries = [{"M": tiles.bucket(found["M"]), **{name: found[name] for name in names}} for found in best]
     folder.mkdir(exist_ok=True)
     path = folder / f"{best[0]['arch']}.json"
-    path.write_text(json.dumps({"device": torch.cuda.get_device_name(0), "tiles": best}, indent=1) + "\n")
-    print(path)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path

@@ -18,9 +18,11 @@ import benchmarks.ours
 import benchmarks.peers  # noqa: F401
 from benchmarks import conftest, measure, results
 from benchmarks.cpu_goals import GOALS
+from benchmarks.device_run import write_table
 from benchmarks.problems import MODELS, Problem, problems_of
 from benchmarks.providers import PROVIDERS, check, held_bytes, make
 from woq_triton import QuantScheme
+from woq_triton_kernels import tiles
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = {bits: Problem("tiny", 128, 256, QuantScheme(bits, 128)) for bits in (4, 8)}
@@ -266,3 +268,16 @@ def test_the_device_script_goes_through_everything_without_a_gpu(tmp_path):
     for part in ("numerics", "determinism", "capture", "compile", "tables", "sweep"):
         assert f"== {part}" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_that_a_sweep_writes_is_the_one_that_pick_tile_reads(tmp_path, monkeypatch):
+    problem = dict(N=4096, K=4096, num_bits=4, group_size=128, group_dim=1)
+    chosen = tiles.pick_tile(M=16, **problem, dtype=torch.float16, arch="sm_90")
+    measured = replace(chosen, num_stages=chosen.num_stages + 1)
+    found = {"M": 16, **problem, "dtype": "float16", "arch": "sm_90", "tile": measured.to_dict()}
+    path = write_table([found | {"seconds": 1e-6}], tmp_path)
+    assert path.name == "sm_90.json"
+    monkeypatch.setattr(tiles, "CONFIGS", tmp_path)
+    assert tiles.pick_tile(M=16, **problem, dtype=torch.float16, arch="sm_90") == measured
+    assert tiles.pick_tile(M=9, **problem, dtype=torch.float16, arch="sm_90") == measured
+    assert tiles.pick_tile(M=8, **problem, dtype=torch.float16, arch="sm_90") != measured
