@@ -1,12 +1,12 @@
 """Small M: the kernel that is bound by reading the weights.
 
-One tile of ``out^T [BLOCK_N, BLOCK_M]`` covers all of M; its K range is split among SPLIT_K programs,
+One tile of ``out^T [BLOCK_N, BLOCK_M]`` covers all of M; its K range is split among `splits` programs,
 so that few output features still fill the chip. Each program stores its fp32 partial tile, then takes
 a ticket. The one that draws the last ticket sums the partials in the order of their K ranges, adds
 the bias and stores the result: the same bits whatever the order of arrival, nothing zero-filled, no
 atomic on values. It also sets the counter back to 0 for the next launch.
 
-    program = tile_n * SPLIT_K + split        partials [tiles_n, SPLIT_K, BLOCK_N, BLOCK_M]
+    program = tile_n * splits + split         partials [tiles_n, splits, BLOCK_N, BLOCK_M]
                                               counters [tiles_n], 0 between launches
 """
 
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
 from woq_triton_kernels.tiles import TileConfig
 from woq_triton_kernels.unpack import INTERPRET, round_to
@@ -43,7 +44,7 @@ def finish_stores():
         )
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _decode_kernel(
     x_ptr,
     packed_ptr,
@@ -57,6 +58,7 @@ def _decode_kernel(
     N,
     K,
     stride_xm,
+    splits,
     NUM_BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP_DIM: tl.constexpr,
@@ -73,19 +75,19 @@ def _decode_kernel(
     EVEN_K: tl.constexpr,
 ):
     program = tl.program_id(0)
-    tile_n = program // SPLIT_K
-    split = program % SPLIT_K
+    tile_n = program // splits if SPLIT_K else program
+    split = program % splits if SPLIT_K else 0
     acc = accumulate_tile(
-        x_ptr, packed_ptr, scale_ptr, min_ptr, 0, tile_n, split, M, N, K, stride_xm,
+        x_ptr, packed_ptr, scale_ptr, min_ptr, 0, tile_n, split, splits, M, N, K, stride_xm,
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
         BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
     )  # fmt: skip
-    if SPLIT_K == 1:
+    if not SPLIT_K:
         store_tile(acc, bias_ptr, out_ptr, 0, tile_n, M, N, BLOCK_M, BLOCK_N)
     else:
         tile: tl.constexpr = BLOCK_N * BLOCK_M
         offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        partials = partial_ptr + tile_n * (SPLIT_K * tile) + offsets
+        partials = partial_ptr + tile_n * (splits * tile) + offsets
         tl.store(partials + split * tile, acc)
         # The barrier orders every thread's stores before the ticket, whose release fence then makes
         # them visible to the whole device; its acquire orders the loads of others' partials after it.
@@ -93,17 +95,17 @@ def _decode_kernel(
             finish_stores()
         tl.debug_barrier()
         ticket = tl.atomic_add(counter_ptr + tile_n, 1, sem="acq_rel", scope="gpu")
-        if ticket == SPLIT_K - 1:
+        if ticket == splits - 1:
             tl.debug_barrier()
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for index in range(SPLIT_K):
+            for index in range(splits):
                 # Past the first-level cache, which other programs' stores do not reach.
                 total += tl.load(partials + index * tile, cache_modifier=".cg")
             store_tile(total, bias_ptr, out_ptr, 0, tile_n, M, N, BLOCK_M, BLOCK_N)
             tl.store(counter_ptr + tile_n, 0)
 
 
-def launch_decode(
+def decode_launch(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -116,8 +118,8 @@ def launch_decode(
     group_size: int,
     group_dim: int,
     config: TileConfig,
-) -> None:
-    """``out = x @ weight.T + bias`` for at most ``config.block_m`` rows of x.
+) -> Launch:
+    """The launch of ``out = x @ weight.T + bias`` for at most ``config.block_m`` rows of x.
 
     Args:
         x: ``[M, in_features]`` bf16, fp16 or fp32, ``stride(1) == 1``, M from 1 to ``config.block_m``.
@@ -126,8 +128,8 @@ def launch_decode(
         min: As scale, or None when symmetric.
         bias: Float ``[out_features]``, contiguous, or None.
         out: Float ``[M, out_features]``, contiguous; written.
-        partials: fp32 scratch of at least ``decode_partials(out_features, config)`` elements, or None
-            when ``config.split_k`` is 1.
+        partials: fp32 scratch of at least ``tiles * split_k * block_n * block_m`` elements, with the tiles
+            of out_features, or None when ``config.split_k`` is 1.
         counters: int32 zeros, at least one a tile of out_features, or None likewise; zeros again
             afterwards. Launches that may overlap must not share scratch or counters.
         num_bits: 4 or 8.
@@ -136,19 +138,11 @@ def launch_decode(
         config: From `pick_tile`.
     """
     (M, K), N = x.shape, packed.shape[0]
-    grid = (triton.cdiv(N, config.block_n) * config.split_k,)
-    _decode_kernel[grid](
-        x,
-        packed,
-        scale,
-        min,
-        bias,
-        out,
-        partials,
-        counters,
+    return Launch(
+        _decode_kernel,
+        triton.cdiv(N, config.block_n) * config.split_k,
+        (x, packed, scale, min, bias, out, partials, counters),
         M,
-        N,
-        K,
-        x.stride(0),
-        **config.constants(num_bits, group_size, group_dim, N, K),
+        (N, K, K if M == 1 else x.stride(0), config.split_k),
+        config.constants(num_bits, group_size, group_dim, N, K),
     )

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from woq_triton_kernels.decode import store_tile
+from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
 from woq_triton_kernels.tiles import TileConfig
 
@@ -52,14 +53,14 @@ def _gemm_kernel(
     tile_n = band * GROUP_N + index % band_n
     tile_m = index // band_n
     acc = accumulate_tile(
-        x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, 0, M, N, K, stride_xm,
+        x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, 0, 1, M, N, K, stride_xm,
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
         BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
     )  # fmt: skip
     store_tile(acc, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
 
 
-def launch_gemm(
+def gemm_launch(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -70,20 +71,14 @@ def launch_gemm(
     group_size: int,
     group_dim: int,
     config: TileConfig,
-) -> None:
-    """``out = x @ weight.T + bias`` for any M; arguments as in `launch_decode`, without scratch."""
+) -> Launch:
+    """``out = x @ weight.T + bias`` for any M; arguments as in `decode_launch`, without scratch."""
     (M, K), N = x.shape, packed.shape[0]
-    grid = (triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n),)
-    _gemm_kernel[grid](
-        x,
-        packed,
-        scale,
-        min,
-        bias,
-        out,
+    return Launch(
+        _gemm_kernel,
+        triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n),
+        (x, packed, scale, min, bias, out),
         M,
-        N,
-        K,
-        x.stride(0),
-        **config.constants(num_bits, group_size, group_dim, N, K),
+        (N, K, K if M == 1 else x.stride(0)),
+        config.constants(num_bits, group_size, group_dim, N, K),
     )

@@ -334,6 +334,7 @@ def accumulate_tile(
     tile_m,
     tile_n,
     split,
+    splits,
     M,
     N,
     K,
@@ -353,10 +354,10 @@ def accumulate_tile(
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """``out^T`` of one tile over one of SPLIT_K parts of K, fp32 ``[BLOCK_N, BLOCK_M]``, without bias."""
+    """``out^T`` of one tile over one of `splits` parts of K, fp32 ``[BLOCK_N, BLOCK_M]``, without bias."""
     steps = tl.cdiv(K, STEP * 128)
-    first = split * steps // SPLIT_K
-    last = (split + 1) * steps // SPLIT_K
+    first = split * steps // splits if SPLIT_K else 0
+    last = (split + 1) * steps // splits if SPLIT_K else steps
     m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     x_rows = x_ptr + m * stride_xm
     first_n = (tile_n * BLOCK_N).to(tl.int64)

@@ -76,7 +76,7 @@ class TileConfig:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "STEP": self.step,
-            "SPLIT_K": self.split_k,
+            "SPLIT_K": self.split_k > 1,
             "SUM_ROWS": min(self.block_n, 16 * self.num_warps),
             "EVEN_K": K % (128 * self.step) == 0,
             "num_warps": self.num_warps,
