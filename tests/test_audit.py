@@ -36,6 +36,11 @@ def test_resident_programs_are_what_the_scarcest_resource_allows(registers, shar
     assert CHIPS["sm_90"].resident_programs(registers, shared, warps) == programs
 
 
+def test_tensor_memory_bounds_resident_programs():
+    programs = [CHIPS["sm_100"].resident_programs(64, 16384, 4, columns) for columns in (0, 128, 512, 544)]
+    assert programs == [8, 4, 1, 0]
+
+
 def test_amd_shared_memory_bounds_resident_programs():
     assert CHIPS["gfx942"].resident_programs(118, 25600, 4) == 2
     assert CHIPS["gfx942"].resident_programs(118, 0, 4) == 4
@@ -96,6 +101,7 @@ def a_record(**changes) -> Record:
         registers=91,
         spills=0,
         shared_bytes=31232,
+        tensor_columns=0,
         fits=True,
         resident_programs=5,
         programs=256,
@@ -153,6 +159,7 @@ def test_goals_are_set_by_scheme_and_rows(changes, most):
         ({"spills": 4}, "4 spills"),
         ({"weight_stores": 8}, "stores of unpacked weights"),
         ({"fits": False}, "does not fit"),
+        ({"matrix": {}}, "no matrix instruction"),
         ({"matrix": {"UTCHMMA": 8}}, "tcgen05"),
         ({"bytes_in_flight": 1024}, "in flight"),
     ],

@@ -79,7 +79,9 @@ class Chip:
         """Bytes a processor must have under way to keep memory busy (Little's law, `LATENCY`)."""
         return self.bandwidth / self.processors * LATENCY
 
-    def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
+    def resident_programs(
+        self, registers: int, shared_bytes: int, num_warps: int, tensor_columns: int = 0
+    ) -> int:
         """Programs of one kernel that a processor holds at once; 0 if not even one fits."""
         if shared_bytes > self.shared_program or registers > self.max_registers:
             return 0
@@ -87,13 +89,17 @@ class Chip:
         lane_registers = -(-max(registers, 1) // unit) * unit
         by_registers = self.registers // (lane_registers * self.warp) // num_warps
         by_shared = self.shared // max(shared_bytes + self.shared_reserved, 1)
-        return min(by_registers, by_shared, self.max_warps // num_warps, self.max_programs)
+        by_tensor = TENSOR_COLUMNS // tensor_columns if tensor_columns else self.max_programs
+        return min(by_registers, by_shared, by_tensor, self.max_warps // num_warps, self.max_programs)
 
 
 LATENCY = 800e-9
 """Seconds from a load to its data on a busy memory system: an assumption, about twice the latency of an
 idle one (479 cycles on H100, 466 on A100: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
 Architecture via Microbenchmarking", 2024)."""
+
+TENSOR_COLUMNS = 512
+"""Columns of a processor's tensor memory, where there is one (PTX ISA, "Tensor Memory")."""
 
 _GUIDE = "CUDA C++ Programming Guide, tables of compute capabilities and arithmetic throughput"
 _KIB = 1024

@@ -62,6 +62,7 @@ class Compiled:
         registers: Registers of a lane.
         spills: Loads and stores by which registers are spilled.
         shared_bytes: Shared memory of a program.
+        tensor_columns: Columns of tensor memory of a program; 0 where it takes none.
         num_warps: Warps of a program.
     """
 
@@ -72,6 +73,7 @@ class Compiled:
     registers: int
     spills: int
     shared_bytes: int
+    tensor_columns: int
     num_warps: int
 
 
@@ -167,16 +169,17 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     ttgir = str(kernel.asm["ttgir"])
     num_warps = int(kernel.metadata.num_warps)
     shared = int(kernel.metadata.shared)
+    tensor = int(getattr(kernel.metadata, "tmem_size", 0))
     if target.backend == "hip":
         from woq_triton.audit.amdgcn import resources
 
         assembly = str(kernel.asm["amdgcn"])
         found = resources(assembly)
         registers, spills = found["vgprs"], found["vgpr_spills"]
-        return Compiled(launch, arch, assembly, ttgir, registers, spills, shared, num_warps)
+        return Compiled(launch, arch, assembly, ttgir, registers, spills, shared, tensor, num_warps)
     assembly, registers = disassemble(kernel.asm["cubin"])
     spills = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
-    return Compiled(launch, arch, assembly, ttgir, registers, spills, shared, num_warps)
+    return Compiled(launch, arch, assembly, ttgir, registers, spills, shared, tensor, num_warps)
 
 
 def disassemble(cubin: bytes) -> tuple[str, int]:

@@ -34,8 +34,12 @@ def failures(record: Record) -> list[str]:
         found.append(f"{record.spills} spills")
     if not record.fits:
         found.append(
-            f"does not fit: {record.shared_bytes} bytes of shared memory, {record.registers} registers"
+            f"does not fit: {record.shared_bytes} bytes of shared memory, {record.registers} registers, "
+            f"{record.tensor_columns} columns of tensor memory"
         )
+    multiplies = record.config.get("kernel") != "dequantize" and record.problem["dtype"] != "float32"
+    if multiplies and not record.matrix:
+        found.append("no matrix instruction in its main loop")
     if record.problem["M"] > 16:
         return found
     if record.weight_stores:

@@ -24,6 +24,7 @@ class Record:
         registers: Registers of a lane.
         spills: Loads and stores (AMD: registers) that spilling costs.
         shared_bytes: Shared memory of a program.
+        tensor_columns: Columns of tensor memory of a program.
         fits: Whether one program fits the chip.
         resident_programs: Programs that one processor holds at once.
         programs: Programs of a launch for `problem`.
@@ -61,6 +62,7 @@ class Record:
     registers: int
     spills: int
     shared_bytes: int
+    tensor_columns: int
     fits: bool
     resident_programs: int
     programs: int
@@ -135,7 +137,9 @@ def measure(
     unrolled = max(1, loop.products() // expected) if source.looped and expected else 1
     weights *= unrolled
     per_weight = threads / weights
-    resident = chip.resident_programs(compiled.registers, compiled.shared_bytes, compiled.num_warps)
+    resident = chip.resident_programs(
+        compiled.registers, compiled.shared_bytes, compiled.num_warps, compiled.tensor_columns
+    )
     tile_bytes = source.packed_words * source.word_bits // 8
     loads = Counter(instruction.loads for instruction in loop.instructions if instruction.loads)
     loaded = sum(width * count for width, count in loads.items())
@@ -151,6 +155,7 @@ def measure(
         registers=compiled.registers,
         spills=compiled.spills,
         shared_bytes=compiled.shared_bytes,
+        tensor_columns=compiled.tensor_columns,
         fits=resident > 0,
         resident_programs=resident,
         programs=programs,
