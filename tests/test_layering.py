@@ -11,16 +11,16 @@ PACKAGES = {"woq_triton": ROOT / "woq_triton", "woq_triton_kernels": ROOT / "ker
 
 # Each step may import itself and what stands before it. A package stands for all its modules.
 CHAIN = [
-    ["woq_triton_kernels", "woq_triton.scheme"],
+    ["woq_triton_kernels", "woq_triton.scheme", "woq_triton.mapped_memory"],
     ["woq_triton.config", "woq_triton.report"],
     ["woq_triton.quantize"],
-    ["woq_triton.reference"],
+    ["woq_triton.reference", "woq_triton.checks"],
     ["woq_triton.backends"],
     ["woq_triton.ops"],
     ["woq_triton.weight"],
     ["woq_triton.lazy_weight", "woq_triton.deepspeed_format"],
     ["woq_triton.modules"],
-    ["woq_triton.model"],
+    ["woq_triton.model", "woq_triton.warmup"],
     ["woq_triton.autotp"],
     ["woq_triton.api"],
     ["woq_triton"],
@@ -37,7 +37,7 @@ USERS = {
     "deepspeed": ["woq_triton.autotp", "woq_triton.serving"],
     "transformers": ["woq_triton.serving"],
     "huggingface_hub": ["woq_triton.serving"],
-    "tqdm": ["woq_triton.commands", "woq_triton.serving"],
+    "tqdm": ["woq_triton.commands", "woq_triton.warmup", "woq_triton.serving"],
     "typer": ["woq_triton.cli", "woq_triton.commands"],
 }
 

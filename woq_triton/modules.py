@@ -60,6 +60,11 @@ class QuantizedModule(nn.Module):
         return QuantizedWeight(self.packed, self.scale, self.min, self.scheme, self.weight_shape)
 
     @property
+    def op_scheme(self) -> tuple[int, int, int, int, int]:
+        """``(num_bits, group_size, group_dim, out_features, in_features)``, as the ops take them."""
+        return self._op_scheme
+
+    @property
     def weight(self) -> Tensor:
         """A stand-in for the dense weight: shape, dtype and device are free, any arithmetic dequantizes."""
         return LazyWeight(
@@ -157,6 +162,11 @@ class QuantizedLinear(QuantizedModule):
             )
         weight, bias = _tensor(linear, "weight", name), getattr(linear, "bias", None)
         return cls(quantize(weight, scheme, name), bias)
+
+    @property
+    def op_bias(self) -> Tensor | None:
+        """The bias that the op adds; subclasses that add it themselves give it None."""
+        return self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]`` in x's dtype."""

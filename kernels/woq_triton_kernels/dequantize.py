@@ -4,13 +4,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.loads import plane_length
 from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, single_group
 from woq_triton_kernels.unpack import round_to
 from woq_triton_kernels.weights import metadata_offsets, scaled_weights
 
 
-@triton.jit(do_not_specialize=["M"])
+# Ids are often a column of a larger tensor: whether they are aligned must not make another kernel.
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["ids_ptr"])
 def _dequantize_kernel(
     ids_ptr,
     packed_ptr,
@@ -56,7 +58,7 @@ def _dequantize_kernel(
         tl.store(ptrs, value, mask=(m < M)[:, None] & (k < K)[None, :])
 
 
-def launch_dequantize(
+def dequantize_launch(
     ids: Tensor | None,
     packed: Tensor,
     scale: Tensor,
@@ -65,8 +67,8 @@ def launch_dequantize(
     num_bits: int,
     group_size: int,
     group_dim: int,
-) -> None:
-    """Rows of the dense weight, computed in fp32.
+) -> Launch:
+    """The launch that makes rows of the dense weight, computed in fp32.
 
     Args:
         ids: int32 or int64 ``[M]``, contiguous: which rows. None means all, in order. An id outside
@@ -80,20 +82,18 @@ def launch_dequantize(
         group_dim: Dimension that groups run along.
     """
     (M, K), N = out.shape, packed.shape[0]
-    grid = (triton.cdiv(M, DEQUANTIZE_ROWS) * triton.cdiv(K, 128),)
-    _dequantize_kernel[grid](
-        ids,
-        packed,
-        scale,
-        min,
-        out,
+    return Launch(
+        _dequantize_kernel,
+        triton.cdiv(M, DEQUANTIZE_ROWS) * triton.cdiv(K, 128),
+        (ids, packed, scale, min, out),
         M,
-        N,
-        K,
-        NUM_BITS=num_bits,
-        GROUP_SIZE=single_group(group_size, group_dim, N, K),
-        GROUP_DIM=group_dim,
-        BLOCK_M=DEQUANTIZE_ROWS,
-        EVEN_K=K % 128 == 0,
-        num_warps=4,
+        (N, K),
+        {
+            "NUM_BITS": num_bits,
+            "GROUP_SIZE": single_group(group_size, group_dim, N, K),
+            "GROUP_DIM": group_dim,
+            "BLOCK_M": DEQUANTIZE_ROWS,
+            "EVEN_K": K % 128 == 0,
+            "num_warps": 4,
+        },
     )

@@ -141,6 +141,11 @@ class QuantizedRowParallel(_Parallel, QuantizedLinear):
         super().__init__(qweight, layer.bias)
         self._carry_over(layer)
 
+    @property
+    def op_bias(self) -> None:
+        """None: the bias is added after the sum."""
+        return None
+
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., this rank's in] -> [..., out_features]``, the same on every rank."""
         out = self._all_reduce(self.multiply(x, None))

@@ -50,7 +50,7 @@ def test_a_kernel_compiles_fits_and_uses_the_matrix_unit(name, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("ids", [None, torch.int64])
 def test_dequantize_and_gather_compile(ids, arch):
-    from woq_triton_kernels.dequantize import launch_dequantize
+    from woq_triton_kernels.dequantize import dequantize_launch
 
     def empty(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -60,7 +60,7 @@ def test_dequantize_and_gather_compile(ids, arch):
     metadata = empty(4096, 32, dtype=torch.bfloat16)
     out = empty(4096, 4096, dtype=torch.bfloat16)
     (launch,) = record_launches(
-        lambda: launch_dequantize(row_ids, packed, metadata, metadata, out, 4, 128, 1), arch
+        lambda: dequantize_launch(row_ids, packed, metadata, metadata, out, 4, 128, 1).run(), arch
     )
     assert compile_launch(launch, arch).spills == 0
 

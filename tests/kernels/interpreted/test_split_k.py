@@ -12,6 +12,7 @@ from tests.kernels.interpreted import inline_asm
 from tests.kernels.interpreted.problems import make_problem
 from tests.kernels.interpreted.test_linear import check, forced
 from woq_triton.backends import triton as backend
+from woq_triton.backends import workspace
 from woq_triton.scheme import QuantScheme
 
 
@@ -64,5 +65,5 @@ def test_any_order_of_arrival_gives_the_same_bits(num_bits, dtype):
 def test_counters_are_zero_again_after_a_launch():
     problem = make_problem(1, 64, 512, QuantScheme(4, 64), torch.float32)
     check(problem, forced(problem, "cpu", split_k=4))
-    _partials, counters = backend._scratch_for(problem.x.device)
+    counters = workspace.scratch_for(problem.x.device, 0).counters
     assert not counters.any()
