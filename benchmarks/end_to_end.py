@@ -111,9 +111,16 @@ def generate(folder: Path, prompt: str, tp: int) -> dict[str, Any]:
                 "prefill_tokens_per_second": summary[phase]["prefill_tokens_per_second"],
                 "decode_tokens_per_second": summary[phase]["decode_tokens_per_second"],
                 "weight_bytes": [rank[phase]["weight_bytes"] for rank in summary["memory"]],
-                "peak_bytes": [rank[phase]["peak_bytes"] for rank in summary["memory"]],
+                **{
+                    name: [rank[phase][name] for rank in summary["memory"]]
+                    for name in ("resident_bytes", "peak_bytes")
+                },
             }
             for phase in ("dense", "quantized")
+        },
+        **{
+            name: [rank[name] for rank in summary["memory"]]
+            for name in ("start_bytes", "quantize_peak_bytes")
         },
     }
 
@@ -148,24 +155,31 @@ def _step_seconds(model: nn.Module, batch: int, steps: int) -> float:
 
 def section(body: dict[str, Any]) -> str:
     """The results as Markdown."""
+    titles = ("prefill, tokens/s", "decode, tokens/s", "weights", "process after generating", "at its peak")
+    starts = [start for run in body["generate"] for start in run["start_bytes"]]
+    quantizing = max(peak for run in body["generate"] for peak in run["quantize_peak_bytes"])
     lines = [
         "### A whole model",
         "",
         f"A random Llama of {body['parameters'] / 1e9:.2f} B parameters, bf16 and int4 g128, through "
         f"`woq-triton generate`: {PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones.",
         "",
-        "| ranks | prefill, tokens/s | | decode, tokens/s | | weights a rank | | peak memory a rank | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| | dense | int4 | dense | int4 | dense | int4 | dense | int4 |",
+        f"| ranks | {' | | '.join(titles)} | |",
+        f"| --- |{' --- | --- |' * len(titles)}",
+        f"| |{' dense | int4 |' * len(titles)}",
     ]
     for run in body["generate"]:
         cells = [str(run["tp"])]
         for key in ("prefill_tokens_per_second", "decode_tokens_per_second"):
             cells += [f"{run[phase][key]:.1f}" for phase in ("dense", "quantized")]
-        for key in ("weight_bytes", "peak_bytes"):
+        for key in ("weight_bytes", "resident_bytes", "peak_bytes"):
             cells += [f"{max(run[phase][key]) / 2**30:.2f} GiB" for phase in ("dense", "quantized")]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
+        "",
+        f"Memory is that of the largest rank's process, {min(starts) / 2**30:.2f} GiB of it before the model "
+        f"is loaded, and its peak that while generating; quantizing itself took {quantizing / 2**30:.2f} GiB "
+        "at most, the dense model included.",
         "",
         "A decoding step of the same model without DeepSpeed, by batch:",
         "",

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from woq_triton import backends
+from woq_triton import backends, mapped_memory
 from woq_triton.config import FALLBACK, Schemes, parse_config, scheme_for
 from woq_triton.modules import (
     QuantizedEmbedding,
@@ -186,6 +186,7 @@ def quantize_model(
     report.unmatched_keys = plan.unmatched_keys
     done: dict[Tie, tuple[LayerReport, QuantizedWeight]] = {}
     total = len(report.layers) + len(plan.layers)
+    mapped_memory.drop_files([*model.parameters(), *model.buffers()])
     while plan.layers:
         # A layer is forgotten as soon as it is replaced, so that its dense weight can go.
         report.layers.append(_replace(model, plan.layers.pop(0), done))
@@ -244,6 +245,7 @@ def make_plan(
         raise ValueError(_nothing_matched(model, schemes, plan))
     for layer in plan.layers:
         check_values(layer.conversion.weight, layer.scheme, f"layer {layer.names[0]!r}")
+        mapped_memory.drop_pages(layer.conversion.weight)
     return plan
 
 
@@ -409,6 +411,7 @@ def convert_layer(
             implementation=backends.name_for(weight.device.type),
         )
         done[layer.tie] = report, module.qweight
+        mapped_memory.drop_pages(weight)
     _carry_over(layer.module, module)
     return module, report
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from woq_triton import quantize_model
+from woq_triton import mapped_memory, quantize_model
 from woq_triton.report import QuantizationReport
 from woq_triton.serving import measure
 from woq_triton.serving.model_check import tokenize
@@ -143,6 +143,8 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
             replace_with_kernel_inject=False,
         )
         del model
+        # The whole weights that shards were cut from, which the dense model does not need either.
+        mapped_memory.drop_files(engine.module.parameters())
     device = next(engine.module.parameters()).device
     prompt_ids, windows = prompt_ids.to(device), [window.to(device) for window in windows]
 
