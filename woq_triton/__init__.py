@@ -10,6 +10,7 @@ from woq_triton.api import quantize_model
 from woq_triton.modules import QuantizedEmbedding, QuantizedLinear
 from woq_triton.report import QuantizationReport
 from woq_triton.scheme import QuantScheme
+from woq_triton.warmup import WarmupReport, warmup
 from woq_triton.weight import QuantizedWeight, embedding, linear, quantize
 
 __all__ = [
@@ -18,10 +19,12 @@ __all__ = [
     "QuantizedEmbedding",
     "QuantizedLinear",
     "QuantizedWeight",
+    "WarmupReport",
     "embedding",
     "linear",
     "quantize",
     "quantize_model",
+    "warmup",
 ]
 __version__ = "0.1.0"
 

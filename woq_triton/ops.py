@@ -20,6 +20,7 @@ out_dtype       None means x's dtype (linear) or the scale's (embedding, dequant
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,10 +52,9 @@ def _implement(op: str, device: str | None) -> Callable[..., Tensor]:
     """The function behind an op's dispatch key: check, find who serves the device, call it."""
     check, arity = CHECKS[op], _SCHEMAS[op].count(",") + 1
     weight_index = 0 if op == "dequantize" else 1
-    found: dict[str, Callable[..., Tensor]] = {}
+    found: dict[ModuleType, Callable[..., Tensor]] = {}
 
-    def serve(device_type: str) -> Callable[..., Tensor]:
-        implementation = backends.serve(device_type)
+    def checking(implementation: ModuleType) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = getattr(implementation, op)
         if getattr(implementation, "CHECKS_REQUESTS", False):
             return function
@@ -71,9 +71,10 @@ def _implement(op: str, device: str | None) -> Callable[..., Tensor]:
         if torch.is_grad_enabled():
             _refuse_gradient(op, args)
         device_type = device or args[weight_index].device.type
-        function = found.get(device_type)
+        implementation = backends.serve(device_type)
+        function = found.get(implementation)
         if function is None:
-            function = found[device_type] = serve(device_type)
+            function = found[implementation] = checking(implementation)
         return function(*args)
 
     return run

@@ -53,7 +53,7 @@ def warmup(
     on disk for the next start. Nothing is launched, and no result changes.
 
     Args:
-        model: A model that `woq_triton.quantize_model` quantized, on the device that will run it; or one layer.
+        model: A model that `woq_triton.quantize_model` quantized, or a layer, on the device that will run it.
         max_tokens: Most rows of activations in a call: sequences times tokens of each.
         dtype: Of activations; by default each layer's own `weight_dtype`.
         progress: Show a progress bar on standard error of rank 0, if tqdm is installed.

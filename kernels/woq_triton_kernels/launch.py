@@ -25,7 +25,7 @@ MAX_LENGTH = (1 << 31) - 1024
 """Rows of x, out_features and in_features: kernels count them, and up to a tile more, in int32."""
 
 _BUFFER_BYTES = (1 << 31) - 1
-"""Largest storage that AMD's buffer instructions reach: Triton specializes on it there."""
+"""Largest storage that AMD's buffer instructions reach."""
 
 _RUN_FORM = {(3, 6), (3, 7), (3, 8), (3, 9)}
 """Versions of Triton whose launchers take what `JITFunction.run` of 3.6 gives them."""
@@ -91,9 +91,15 @@ class Launch:
         Args:
             device: Index of the device.
         """
-        parameters = getattr(self.kernel, "params", None) or (None,) * len(self.tensors)
-        tensors = tuple(map(_kind, self.tensors, parameters))
-        return (self.kernel, device, tensors, self.numbers, *self.constants.values())
+        parameters = getattr(self.kernel, "params", ())
+        tensors = tuple(map(_kind, self.tensors, parameters or self.tensors))
+        # Kernels may take a number as it is, such as the number of rows, or compile for some of its values.
+        behind = parameters[len(self.tensors) + 1 :] or self.numbers
+        numbers = tuple(
+            None if getattr(parameter, "do_not_specialize", False) else number
+            for number, parameter in zip(self.numbers, behind, strict=False)
+        )
+        return (self.kernel, device, tensors, numbers, *self.constants.values())
 
 
 def _kind(tensor: Tensor | None, parameter: Any) -> tuple[Any, ...] | None:
@@ -101,8 +107,12 @@ def _kind(tensor: Tensor | None, parameter: Any) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     aligned = tensor.data_ptr() % 16 == 0 or getattr(parameter, "do_not_specialize_on_alignment", False)
-    reachable = torch.version.hip is None or tensor.untyped_storage().nbytes() <= _BUFFER_BYTES
-    return tensor.dtype, aligned, reachable
+    return tensor.dtype, aligned, torch.version.hip is None or in_reach(tensor)
+
+
+def in_reach(tensor: Tensor | None) -> bool:
+    """Whether AMD's buffer instructions reach all of a tensor's storage: Triton makes use of it there."""
+    return tensor is None or tensor.untyped_storage().nbytes() <= _BUFFER_BYTES
 
 
 @dataclass(frozen=True)
@@ -111,18 +121,16 @@ class Handle:
 
     Attributes:
         send: Called with (programs, stream, runtime arguments with pointers as integers).
-        numbers: As in `Launch`.
         compiled: Triton's compiled kernel; handles of several problems may share it.
     """
 
     send: Send
-    numbers: tuple[int, ...]
     compiled: Any
 
     def run(self, launch: Launch, stream: int) -> None:
         """Launch what has the key that the handle was prepared for; raises as `Launch.run`."""
         launch.check()
-        self.send(launch.programs, stream, (*launch.pointers, launch.rows, *self.numbers))
+        self.send(launch.programs, stream, (*launch.pointers, launch.rows, *launch.numbers))
 
 
 def prepare(launch: Launch, device: int) -> Handle | None:
@@ -154,7 +162,7 @@ def prepare(launch: Launch, device: int) -> Handle | None:
     if not isinstance(compiled, triton.compiler.CompiledKernel):
         return None
     constants = tuple(launch.constants[name] for name in kernel.arg_names[len(arguments) :])
-    return Handle(_sender(compiled, len(arguments), constants), launch.numbers, compiled)
+    return Handle(_sender(compiled, len(arguments), constants), compiled)
 
 
 def _version() -> tuple[int, int]:

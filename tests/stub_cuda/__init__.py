@@ -103,15 +103,17 @@ def active(arch: int = 90) -> Iterator[Stub]:
 
     stub, driver = _stub_and_driver()
     driver.get_device_capability = lambda device=None: divmod(arch, 10)
-    earlier = config._active
+    earlier, architecture, stream = config._active, backend._architecture, backend._stream
     config.set_active(driver)
+    backend._architecture = lambda device: (f"sm_{arch}", 132)
+    backend._stream = lambda device: stub.stream
     backend.forget()
     stub.device = -1
     stub.watch([])
     try:
         yield stub
     finally:
-        config._active = earlier
+        config._active, backend._architecture, backend._stream = earlier, architecture, stream
         backend.forget()
         _forget_compiled()
 

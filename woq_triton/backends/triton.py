@@ -27,13 +27,14 @@ from woq_triton.checks import check_contiguous, check_embedding, check_linear, c
 from woq_triton_kernels.decode import decode_launch
 from woq_triton_kernels.dequantize import dequantize_launch
 from woq_triton_kernels.gemm import gemm_launch
-from woq_triton_kernels.launch import Handle, Launch, Send, prepare
-from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, FUSED_MAX_M, TileConfig, bucket, pick_tile
+from woq_triton_kernels.launch import Handle, Launch, Send, in_reach, prepare
+from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, FUSED_MAX_M, TileConfig, pick_tile
 
 CHECKS_REQUESTS = True
 """That `woq_triton.ops` need not check a request before it comes here."""
 
 _MOST_REQUESTS = 1 << 14
+_HIP = torch.version.hip is not None
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,18 @@ def linear(
     if min is not None:
         min_pointer = min.data_ptr()
         low_bits |= min_pointer
-        min_kind = (min.shape, min.dtype, min.get_device(), min.is_contiguous())
+        min_kind = (min.shape, min.dtype, min.device, min.is_contiguous())
     if bias is not None:
         bias_pointer = bias.data_ptr()
         low_bits |= bias_pointer
-        bias_kind = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
+        bias_kind = (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     key = (
-        x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
-        packed.shape, packed.dtype, packed.get_device(), packed.is_contiguous(),
-        scale.shape, scale.dtype, scale.get_device(), scale.is_contiguous(),
+        x.shape, x.dtype, x.device, x.is_contiguous() or x.stride(),
+        packed.shape, packed.dtype, packed.device, packed.is_contiguous(),
+        scale.shape, scale.dtype, scale.device, scale.is_contiguous(),
         min_kind, bias_kind, num_bits, group_size, group_dim, out_features, in_features, out_dtype,
         low_bits & 15 and _alignment(x_pointer, pointer, scale_pointer, min_pointer, bias_pointer),
+        _HIP and tuple(map(in_reach, (x, packed, scale, min, bias))),
     )  # fmt: skip
     request = _requests.get(key)
     if request is None:
@@ -106,11 +108,14 @@ def linear(
     device = request.device
     if request.current_device() != device:
         with _device_guard(x.device):
-            return linear(
+            arguments = (
                 x, packed, scale, min, bias, num_bits, group_size, group_dim, out_features, in_features,
                 out_dtype,
             )  # fmt: skip
-    out = x.new_empty(request.shape, dtype=out_dtype)
+            again = request.current_device() == device
+            return linear(*arguments) if again else _first_linear(*arguments, key)
+    shape = request.shape
+    out = x.new_empty(shape) if out_dtype is None else x.new_empty(shape, dtype=out_dtype)
     stream = request.current_stream(device)
     pointers = (x_pointer, pointer, scale_pointer, min_pointer, bias_pointer, out.data_ptr())
     if request.scratch is None:
@@ -205,13 +210,12 @@ def _launch_of(
     group_dim: int,
     config: TileConfig,
 ) -> Launch:
-    tensors, scheme = (tokens, packed, scale, min, bias, out), (num_bits, group_size, group_dim, config)
-    if config.kernel == "gemm":
-        return gemm_launch(*tensors, *scheme)
-    if config.split_k == 1:
-        return decode_launch(*tensors, None, None, *scheme)
-    scratch = workspace.scratch_for(tokens.device, _stream(tokens.device))
-    return decode_launch(*tensors, scratch.partials, scratch.counters, *scheme)
+    build = gemm_launch if config.kernel == "gemm" else decode_launch
+    partials = counters = None
+    if config.split_k > 1:
+        partials, counters, _ = workspace.scratch_for(tokens.device, _stream(tokens.device))
+    scheme = (num_bits, group_size, group_dim, config)
+    return build(tokens, packed, scale, min, bias, out, partials, counters, *scheme)
 
 
 def launch(
@@ -374,10 +378,11 @@ def prepare_linear(
     weight, scheme = (packed, scale, min), (num_bits, group_size, group_dim)
     handles = []
     with _device_guard(packed.device):
-        for M in _kinds_of_m(max_tokens):
-            x = packed.new_empty(M, in_features, dtype=dtype)
-            launch, _ = _fused(x, *weight, bias, x.new_empty(M, out_features), *scheme)
-            handles.append(_handle(launch))
+        most = builtins.min(max_tokens, FUSED_MAX_M)
+        x = packed.new_empty(most, in_features, dtype=dtype)
+        out = x.new_empty(most, out_features)
+        for M in range(1, most + 1):  # what is no new kind costs no more than a look-up
+            handles.append(_handle(_fused(x[:M], *weight, bias, out[:M], *scheme)[0]))
         if is_dense(max_tokens, dtype, dtype):
             for launch, _ in _dense_blocks(*weight, *scheme, out_features, in_features, dtype):
                 handles.append(_handle(launch))
@@ -411,12 +416,6 @@ def reserve(device: torch.device) -> None:
         workspace.reserve(device, _stream(device))
 
 
-def _kinds_of_m(max_tokens: int) -> list[int]:
-    """One number of rows for each kernel that serves up to `max_tokens` of them without a dense weight."""
-    most = builtins.min(max_tokens, FUSED_MAX_M)
-    return sorted({builtins.min(bucket(M), most) for M in range(1, most + 1)})
-
-
 def forget() -> None:
     """Drop all handles and scratch, as after another driver was made Triton's. No launch may be running."""
     _requests.clear()
@@ -435,14 +434,15 @@ def _run(launch: Launch, device: torch.device) -> Handle | None:
 
 
 def _handle(launch: Launch) -> Handle | None:
-    """The handle of launches of this kind, made at the first of them; the device must be current."""
+    """The handle of launches of this kind, made at the first of them; none if their device is not current."""
     index = next(tensor for tensor in launch.tensors if tensor is not None).get_device()
     key = launch.key(index)
     handle = _handles.get(key)
-    if handle is None:
-        handle = prepare(launch, index)
-        if handle is not None:
-            _handles[key] = handle
+    if handle is not None:
+        return handle if driver.active.get_current_device() == index else None
+    handle = prepare(launch, index)
+    if handle is not None:
+        _handles[key] = handle
     return handle
 
 

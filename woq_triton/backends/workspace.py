@@ -72,7 +72,7 @@ def reserve(device: torch.device, stream: int) -> None:
 
 
 def dense_for(device: torch.device, stream: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory for dequantized weights ``[rows, columns]``, uninitialized, valid on a stream until the next call.
+    """Memory for dequantized weights ``[rows, columns]``, uninitialized; the next call gives it again.
 
     Args:
         device: Of the stream.
