@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import device_checks, device_speed, results
+from benchmarks import device_checks, device_crossover, device_speed, results
 from benchmarks.device_session import Session
 from woq_triton_kernels import tiles
 
@@ -39,6 +39,7 @@ def main(description: str) -> int:
     right = not session.failures
     session.section("tables", device_speed.tables)
     if right:
+        session.section("crossover", device_crossover.crossover)
         session.section("sweep", device_speed.sweep)
     if not options.dry_run:
         results.write(path, "device", "cuda", {**session.found, "failures": session.failures})

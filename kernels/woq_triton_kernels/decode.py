@@ -1,13 +1,9 @@
 """Small M: the kernel that is bound by reading the weights.
 
 One tile of ``out^T [BLOCK_N, BLOCK_M]`` covers all of M; its K range is split among `splits` programs,
-so that few output features still fill the chip. Each program stores its fp32 partial tile, then takes
-a ticket. The one that draws the last ticket sums the partials in the order of their K ranges, adds
-the bias and stores the result: the same bits whatever the order of arrival, nothing zero-filled, no
-atomic on values. It also sets the counter back to 0 for the next launch.
+so that few output features still fill the chip (`split` brings their shares together).
 
-    program = tile_n * splits + split         partials [tiles_n, splits, BLOCK_N, BLOCK_M]
-                                              counters [tiles_n], 0 between launches
+    program = tile_n * splits + split
 """
 
 import triton
@@ -16,32 +12,8 @@ from torch import Tensor
 
 from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
+from woq_triton_kernels.split import finish_tile
 from woq_triton_kernels.tiles import TileConfig
-from woq_triton_kernels.unpack import INTERPRET, round_to
-
-
-@triton.jit
-def store_tile(acc, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add the bias to ``out^T`` and store it as ``out [M, N]``."""
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    mask = (m < M)[None, :] & (n < N)[:, None]
-    tl.store(ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def finish_stores():
-    """Wait until this wave's stores have reached the cache.
-
-    A barrier on CDNA does not: the fence of the wave that draws the ticket waits for its own stores only.
-    """
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
@@ -82,27 +54,10 @@ def _decode_kernel(
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
         BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
     )  # fmt: skip
-    if not SPLIT_K:
-        store_tile(acc, bias_ptr, out_ptr, 0, tile_n, M, N, BLOCK_M, BLOCK_N)
-    else:
-        tile: tl.constexpr = BLOCK_N * BLOCK_M
-        offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        partials = partial_ptr + tile_n * (splits * tile) + offsets
-        tl.store(partials + split * tile, acc)
-        # The barrier orders every thread's stores before the ticket, whose release fence then makes
-        # them visible to the whole device; its acquire orders the loads of others' partials after it.
-        if UNPACK == "gcn":
-            finish_stores()
-        tl.debug_barrier()
-        ticket = tl.atomic_add(counter_ptr + tile_n, 1, sem="acq_rel", scope="gpu")
-        if ticket == splits - 1:
-            tl.debug_barrier()
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for index in range(splits):
-                # Past the first-level cache, which other programs' stores do not reach.
-                total += tl.load(partials + index * tile, cache_modifier=".cg")
-            store_tile(total, bias_ptr, out_ptr, 0, tile_n, M, N, BLOCK_M, BLOCK_N)
-            tl.store(counter_ptr + tile_n, 0)
+    finish_tile(
+        acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tile_n, 0, tile_n, split, splits, M, N,
+        BLOCK_M, BLOCK_N, SPLIT_K, UNPACK,
+    )  # fmt: skip
 
 
 def decode_launch(

@@ -1,23 +1,26 @@
 """Larger M: the fused matrix multiplication.
 
-One program makes one tile of ``out^T [BLOCK_N, BLOCK_M]`` over all of K, in the same inner loops as
-`decode`. Programs walk a band of GROUP_N weight tiles down all of M before the next band, so that a
-band's packed weights are read from memory once and come from the cache for the other rows of x.
+A tile of ``out^T [BLOCK_N, BLOCK_M]`` is made in the same inner loops as in `decode`, by `splits` programs
+where there are too few tiles to fill the chip. Tiles follow each other along a band of GROUP_N weight tiles
+down all of M before the next band, so that a band's packed weights are read from memory once and come from
+the cache for the other rows of x.
+
+    program = tile * splits + split
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from woq_triton_kernels.decode import store_tile
 from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
+from woq_triton_kernels.split import finish_tile
 from woq_triton_kernels.tiles import TileConfig
 
 GROUP_N = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _gemm_kernel(
     x_ptr,
     packed_ptr,
@@ -25,10 +28,13 @@ def _gemm_kernel(
     min_ptr,
     bias_ptr,
     out_ptr,
+    partial_ptr,
+    counter_ptr,
     M,
     N,
     K,
     stride_xm,
+    splits,
     NUM_BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP_DIM: tl.constexpr,
@@ -45,19 +51,24 @@ def _gemm_kernel(
     EVEN_K: tl.constexpr,
 ):
     program = tl.program_id(0)
+    tile = program // splits if SPLIT_K else program
+    split = program % splits if SPLIT_K else 0
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    band = program // (GROUP_N * tiles_m)
+    band = tile // (GROUP_N * tiles_m)
     band_n = tl.minimum(tiles_n - band * GROUP_N, GROUP_N)
-    index = program - band * (GROUP_N * tiles_m)
+    index = tile - band * (GROUP_N * tiles_m)
     tile_n = band * GROUP_N + index % band_n
     tile_m = index // band_n
     acc = accumulate_tile(
-        x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, 0, 1, M, N, K, stride_xm,
+        x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, split, splits, M, N, K, stride_xm,
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
         BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
     )  # fmt: skip
-    store_tile(acc, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
+    finish_tile(
+        acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tile, tile_m, tile_n, split, splits, M, N,
+        BLOCK_M, BLOCK_N, SPLIT_K, UNPACK,
+    )  # fmt: skip
 
 
 def gemm_launch(
@@ -67,18 +78,23 @@ def gemm_launch(
     min: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
+    partials: Tensor | None,
+    counters: Tensor | None,
     num_bits: int,
     group_size: int,
     group_dim: int,
     config: TileConfig,
 ) -> Launch:
-    """``out = x @ weight.T + bias`` for any M; arguments as in `decode_launch`, without scratch."""
+    """The launch of ``out = x @ weight.T + bias`` for any M; arguments as in `decode_launch`.
+
+    Scratch and counters are by tiles of the output.
+    """
     (M, K), N = x.shape, packed.shape[0]
     return Launch(
         _gemm_kernel,
-        triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n),
-        (x, packed, scale, min, bias, out),
+        triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n) * config.split_k,
+        (x, packed, scale, min, bias, out, partials, counters),
         M,
-        (N, K, K if M == 1 else x.stride(0)),
+        (N, K, K if M == 1 else x.stride(0), config.split_k),
         config.constants(num_bits, group_size, group_dim, N, K),
     )

@@ -110,6 +110,7 @@ class _Arch:
         subnormal: Whether the matrix unit is known to keep fp16 subnormals.
         decode_m: Smallest block_m of the decode kernel.
         decode_stages: Its load pipeline's depth.
+        tensor_memory: Whether products of four warps and more pass through tensor memory.
     """
 
     processors: int
@@ -118,10 +119,11 @@ class _Arch:
     subnormal: bool
     decode_m: int
     decode_stages: int
+    tensor_memory: bool = False
 
 
-def _nvidia(processors: int) -> _Arch:
-    return _Arch(processors, 4, "ptx", True, 8, 4)
+def _nvidia(processors: int, tensor_memory: bool = False) -> _Arch:
+    return _Arch(processors, 4, "ptx", True, 8, 4, tensor_memory)
 
 
 def _amd(processors: int, subnormal: bool) -> _Arch:
@@ -133,7 +135,7 @@ _ARCHS = {
     "sm_86": _nvidia(84),
     "sm_89": _nvidia(142),
     "sm_90": _nvidia(132),
-    "sm_100": _nvidia(148),
+    "sm_100": _nvidia(148, tensor_memory=True),
     "sm_120": _nvidia(188),
     "gfx90a": _amd(110, False),
     "gfx942": _amd(304, True),
@@ -182,7 +184,7 @@ def pick_tile(
     facts = _known(arch)
     if M <= MAX_DECODE_M:
         return _pick_decode(M, N, K, num_bits, size, group_dim, dtype, facts, processors)
-    return _pick_gemm(M, N, size, group_dim, dtype, facts)
+    return _pick_gemm(M, N, K, size, group_dim, dtype, facts, processors)
 
 
 def _pick_decode(
@@ -226,7 +228,7 @@ def _pick_decode(
         block_m=block_m,
         block_n=block_n,
         step=1,
-        split_k=pick_split(-(-N // block_n), -(-K // 128), block_n * block_m, resident, processors),
+        split_k=pick_split(-(-N // block_n), -(-K // 128), block_n * block_m, resident, processors, 0.25),
         num_warps=num_warps,
         num_stages=stages,
         scale_on=scale_on,
@@ -235,45 +237,73 @@ def _pick_decode(
     )
 
 
-def pick_split(tiles: int, steps: int, elements: int, resident: int, processors: int) -> int:
+def pick_split(
+    tiles: int, steps: int, elements: int, resident: int, processors: int, share_cost: float
+) -> int:
     """How many programs should share the K range of each tile.
 
     The time of a launch is taken to be that of the busiest processor: its programs times the steps of
     each, but never less than as if it held `resident` of them, since fewer cannot keep memory busy. A
-    program costs half a step to start, and a split a quarter for its partial tile's way through the cache.
+    program costs half a step to start.
 
     Args:
-        tiles: Tiles of out_features.
+        tiles: Tiles of the output.
         steps: Steps of K.
         elements: Elements of a partial tile.
         resident: Programs that keep a processor busy.
         processors: How many there are.
+        share_cost: Steps that a partial tile's way through the cache takes as long as.
     """
     most = min(steps // 2, 16, PARTIAL_ELEMENTS // (tiles * elements)) if tiles <= COUNTERS else 1
 
     def cost(split: int) -> float:
         programs = max(resident, -(-tiles * split // processors))
-        return programs * (-(-steps // split) + 0.5) + (split - 1) / 4
+        return programs * (-(-steps // split) + 0.5) + (split - 1) * share_cost
 
     return min(range(1, max(1, most) + 1), key=cost)
 
 
-def _pick_gemm(M: int, N: int, size: int, group_dim: int, dtype: torch.dtype, facts: _Arch) -> TileConfig:
-    block_m = 32 if M <= 32 else 64 if M <= 64 or facts.unpack != "ptx" else 128
-    block_n, num_warps = 128, 8 if block_m == 128 else 4
+def _pick_gemm(
+    M: int,
+    N: int,
+    K: int,
+    size: int,
+    group_dim: int,
+    dtype: torch.dtype,
+    facts: _Arch,
+    processors: int | None,
+) -> TileConfig:
+    """Scale and min on the accumulator cost a share of block_m once a group, on weights a share of the group.
+
+    The answer is the same for all M of a `bucket`, so that one compiled kernel serves them.
+    """
+    rows = bucket(M)
+    elsewhere = facts.unpack != "ptx"  # has no fast way to scale weights
+    spans = group_dim == 1 and grain(size) >= 32
+    block_m, block_n = min(max(rows, 32), 64 if elsewhere or facts.tensor_memory else 128), 128
+    if elsewhere and not (spans and grain(size) == 128):
+        block_m = 32
     if dtype == torch.float32:
         block_m, block_n = 32, 64
-    # On the accumulator, scale and min cost a share of BLOCK_M once a group; on the weights, of the group.
-    fits = dtype == torch.float32 or 4 * block_m <= grain(size)
-    scale_on = "accumulator" if group_dim == 1 and grain(size) >= 32 and fits else "weights"
+    cheap = 4 * block_m <= grain(size) or (2 * block_m <= grain(size) and not facts.tensor_memory)
+    scale_on = "accumulator" if spans and (cheap or elsewhere or dtype == torch.float32) else "weights"
+    if elsewhere and group_dim == 0 and size % block_n == 0:
+        scale_on = "x"
+    num_warps = 8 if block_m == 128 or (block_m == 64 and scale_on == "accumulator") else 4
+    if facts.tensor_memory and scale_on == "accumulator" and dtype != torch.float32:
+        block_n, num_warps = 64, 2  # two warps multiply registers, more go through tensor memory
     while block_n > 32 and block_n >= 2 * N:
         block_n //= 2
+    split_k = 1
+    if M <= rows:
+        tiles, cost = -(-rows // block_m) * -(-N // block_n), min(block_m / 32, 1.0)
+        split_k = pick_split(tiles, -(-K // 128), block_n * block_m, 1, processors or facts.processors, cost)
     return TileConfig(
         kernel="gemm",
         block_m=block_m,
         block_n=block_n,
         step=1,
-        split_k=1,
+        split_k=split_k,
         num_warps=num_warps,
         num_stages=3 if facts.unpack == "ptx" else 2,
         scale_on=scale_on,

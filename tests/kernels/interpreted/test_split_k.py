@@ -1,6 +1,7 @@
 """Split-K: right for every number of splits, the same bits for every order of arrival."""
 
 import contextlib
+import dataclasses
 import random
 from unittest import mock
 
@@ -36,17 +37,29 @@ def test_every_number_of_splits_is_right(split_k, group_size, group_dim):
     check(problem, forced(problem, "sm_90", split_k=split_k))
 
 
+@pytest.mark.parametrize("split_k", [1, 2, 5])
+@pytest.mark.parametrize("group_size, group_dim", [(128, 1), (32, 0)])
+def test_larger_m_is_split_over_both_dimensions_of_its_tiles(split_k, group_size, group_dim):
+    problem = make_problem(70, 80, 900, QuantScheme(4, group_size, group_dim), torch.float16, bias=True)
+    tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "split_k": split_k}
+    check(problem, forced(problem, "sm_90", **tile))
+
+
+@pytest.mark.parametrize("M", [3, 40])
 @pytest.mark.parametrize("num_bits, dtype", [(4, torch.float16), (8, torch.bfloat16)], ids=str)
-def test_any_order_of_arrival_gives_the_same_bits(num_bits, dtype):
-    problem = make_problem(3, 96, 1024, QuantScheme(num_bits, 64), dtype, bias=True)
+def test_any_order_of_arrival_gives_the_same_bits(num_bits, dtype, M):
+    """Of the decode kernel and of the one for larger M, which here has two tiles along M."""
+    problem = make_problem(M, 96, 1024, QuantScheme(num_bits, 64), dtype, bias=True)
     config = forced(problem, "sm_90", block_n=32, num_warps=1, split_k=6)
-    programs = 3 * 6
+    if M > 16:
+        config = dataclasses.replace(config, block_m=32)
+    programs = -(-M // 32) * 3 * 6
     generator = random.Random(0)
     orders = [list(range(programs)), list(reversed(range(programs)))]
     orders += [generator.sample(range(programs), programs) for _ in range(4)]
     results = []
     for order in orders:
-        out = torch.full((3, 96), float("nan"))
+        out = torch.full((M, 96), float("nan"))
         with inline_asm.interpreted(), programs_in_order(order):
             backend.launch(
                 problem.x,
