@@ -112,9 +112,7 @@ def candidates(base: tiles.TileConfig, limit: int) -> list[tiles.TileConfig]:
         "block_n": [64, 128, 256],
         "num_warps": [2, 4, 8],
         "num_stages": [2, 3, 4, 5],
-        "split_k": sorted({base.split_k, max(1, base.split_k // 2), 2 * base.split_k})
-        if base.kernel == "decode"
-        else [1],
+        "split_k": sorted({base.split_k, max(1, base.split_k // 2), 2 * base.split_k}),
         "step": [1, 2],
     }
     found = [base]
