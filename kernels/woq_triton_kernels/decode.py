@@ -12,7 +12,7 @@ from torch import Tensor
 
 from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
-from woq_triton_kernels.split import finish_tile
+from woq_triton_kernels.split import check_scratch, finish_tile
 from woq_triton_kernels.tiles import TileConfig
 
 
@@ -93,9 +93,11 @@ def decode_launch(
         config: From `pick_tile`.
     """
     (M, K), N = x.shape, packed.shape[0]
+    tiles = triton.cdiv(N, config.block_n)
+    check_scratch(tiles, config, partials, counters)
     return Launch(
         _decode_kernel,
-        triton.cdiv(N, config.block_n) * config.split_k,
+        tiles * config.split_k,
         (x, packed, scale, min, bias, out, partials, counters),
         M,
         (N, K, K if M == 1 else x.stride(0), config.split_k),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.mainloop import accumulate_tile
-from woq_triton_kernels.split import finish_tile
+from woq_triton_kernels.split import check_scratch, finish_tile
 from woq_triton_kernels.tiles import TileConfig
 
 GROUP_N = tl.constexpr(8)
@@ -90,9 +90,11 @@ def gemm_launch(
     Scratch and counters are by tiles of the output.
     """
     (M, K), N = x.shape, packed.shape[0]
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    check_scratch(tiles, config, partials, counters)
     return Launch(
         _gemm_kernel,
-        triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n) * config.split_k,
+        tiles * config.split_k,
         (x, packed, scale, min, bias, out, partials, counters),
         M,
         (N, K, K if M == 1 else x.stride(0), config.split_k),

@@ -9,7 +9,9 @@ of arrival, nothing zero-filled, no atomic on values. It also sets the counter b
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from woq_triton_kernels.tiles import TileConfig
 from woq_triton_kernels.unpack import INTERPRET, round_to
 
 
@@ -78,3 +80,25 @@ def finish_tile(
                 total += tl.load(partials + index * size, cache_modifier=".cg")
             store_tile(total, bias_ptr, out_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
             tl.store(counter_ptr + tile, 0)
+
+
+def check_scratch(tiles: int, config: TileConfig, partials: Tensor | None, counters: Tensor | None) -> None:
+    """Raise if a launch would write past its scratch.
+
+    Args:
+        tiles: Tiles of the output.
+        config: From `pick_tile`, a table or a sweep.
+        partials: fp32 scratch, needed if ``config.split_k > 1``.
+        counters: int32 scratch, likewise.
+
+    Raises:
+        ValueError: The scratch is missing or too small.
+    """
+    if config.split_k == 1:
+        return
+    elements = tiles * config.split_k * config.block_n * config.block_m
+    if partials is None or counters is None or partials.numel() < elements or counters.numel() < tiles:
+        raise ValueError(
+            f"{config.split_k} splits of {tiles} tiles {config.block_n}x{config.block_m} need {elements} "
+            f"fp32 partials and {tiles} int32 counters; choose a smaller split_k"
+        )

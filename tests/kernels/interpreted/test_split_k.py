@@ -75,6 +75,18 @@ def test_any_order_of_arrival_gives_the_same_bits(num_bits, dtype, M):
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
+@pytest.mark.parametrize("M", [1, 300])
+def test_a_tile_that_would_write_past_the_scratch_is_refused_before_it_is_launched(M):
+    problem = make_problem(M, 64, 256, QuantScheme(4, 64), torch.float16)
+    out = torch.full((M, 64), float("nan"))
+    config = forced(problem, "sm_90", split_k=1 << 15)
+    with pytest.raises(ValueError, match="choose a smaller split_k"):
+        backend.launch(
+            problem.x, problem.packed, problem.scale, problem.min, None, out, *problem.scheme, config
+        )
+    assert out.isnan().all()
+
+
 def test_counters_are_zero_again_after_a_launch():
     problem = make_problem(1, 64, 512, QuantScheme(4, 64), torch.float32)
     check(problem, forced(problem, "cpu", split_k=4))
