@@ -9,12 +9,15 @@ import contextlib
 import ctypes
 import functools
 import os
+import shutil
 import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _MAX_PARAMS = 32
 
@@ -56,11 +59,11 @@ class Stub:
         self._params.value = len(sizes)
 
 
-def has_compiler() -> bool:
-    """Whether a C compiler is there, which Triton itself needs on a machine with a GPU."""
-    import shutil
-
-    return any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+def unusable() -> str:
+    """Why the stub cannot be used here; empty if it can."""
+    if torch.cuda.is_available():
+        return "the real CUDA library is loaded; benchmarks/device.py checks launches there"
+    return "" if shutil.which("cc") else "needs a C compiler, as Triton does on a GPU"
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from woq_triton_kernels.decode import decode_launch
 from woq_triton_kernels.dequantize import dequantize_launch
 from woq_triton_kernels.launch import MAX_PROGRAMS, prepare
 
-pytestmark = pytest.mark.skipif(not stub_cuda.has_compiler(), reason="needs a C compiler, as Triton does")
+pytestmark = pytest.mark.skipif(bool(stub_cuda.unusable()), reason=stub_cuda.unusable() or "usable")
 
 BF16 = torch.bfloat16
 K, N = 512, 256

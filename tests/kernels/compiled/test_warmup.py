@@ -14,7 +14,7 @@ from woq_triton.backends import serve, workspace
 from woq_triton.backends import triton as backend
 from woq_triton_kernels.tiles import FUSED_MAX_M
 
-pytestmark = pytest.mark.skipif(not stub_cuda.has_compiler(), reason="needs a C compiler, as Triton does")
+pytestmark = pytest.mark.skipif(bool(stub_cuda.unusable()), reason=stub_cuda.unusable() or "usable")
 
 SCHEME = woq_triton.QuantScheme(4, 64)
 VOCABULARY = 500

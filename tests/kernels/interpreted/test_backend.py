@@ -7,6 +7,7 @@ from tests.kernels.interpreted import inline_asm
 from tests.kernels.interpreted.problems import make_problem
 from tests.numerics import DENSE_ROUNDING, KERNEL, relative_error
 from woq_triton.backends import triton as backend
+from woq_triton.backends import workspace
 from woq_triton.scheme import QuantScheme
 
 FP16, FP32 = torch.float16, torch.float32
@@ -101,3 +102,17 @@ def test_an_id_outside_the_table_gives_nan_and_reads_nothing():
         ids, problem.packed, problem.scale, problem.min, *problem.scheme, *problem.shape, None
     )
     assert torch.isfinite(rows[0]).all() and torch.isnan(rows[1:]).all()
+
+
+@pytest.mark.parametrize("group_dim, group_size", [(1, 32), (0, 16), (0, 96), (0, -1)])
+def test_a_dense_product_goes_through_the_workspace_block_by_block(group_dim, group_size):
+    """Blocks of 64 rows: whole groups of 16, parts of groups of 96 rows and of one that spans them all."""
+    problem = make_problem(520, 200, 64, QuantScheme(4, group_size, group_dim), FP32, bias=True)
+    workspace.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "DENSE_BYTES", 64 * 64 * 4)
+        out = linear(problem, problem.x)
+        (memory,) = workspace._dense.values()
+        assert memory.numel() == workspace.DENSE_BYTES
+        workspace.forget()
+    assert relative_error(out, problem.expected) < KERNEL[FP32]
