@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from woq_triton import mapped_memory, quantize_model
+from woq_triton import mapped_memory, quantize_model, warmup
 from woq_triton.report import QuantizationReport
 from woq_triton.serving import measure
 from woq_triton.serving.model_check import tokenize
@@ -126,7 +126,8 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
     _prepare_environment(options.device, ranks)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    progress = Progress(terminal, rank == 0, stages=7, title=f"tp {ranks}")
+    stages = 7 if options.device == "cpu" else 8
+    progress = Progress(terminal, rank == 0, stages, title=f"tp {ranks}")
     memory = measure.Memory(options.device)
     with progress.stage("loading"):
         deepspeed = _start_deepspeed(options.device)
@@ -175,6 +176,10 @@ def run_rank(terminal: TextIO, options: GenerateOptions, saved: str) -> RankResu
     with progress.stage("quantizing", unit="layer") as on_layer:
         report = quantize_model(engine.module, _ds_config(options), on_layer=on_layer)
     _, quantize_peak = memory.resident_and_peak()
+    if options.device != "cpu":
+        longest = max(prompt_ids.shape[1], *(window.shape[1] for window in windows))
+        with progress.stage("compiling kernels"):
+            print(warmup(engine.module, max_tokens=longest, progress=False), flush=True)
     quantized, kl = measure_phase("quantized")
     progress.close()
     return RankResult(

@@ -31,7 +31,7 @@ def sparse(path: Path, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def run_program(launch: Launch, program: int) -> None:
-    """Interpret one program of a launch. (Launching copies the tensors, holes and all.)"""
+    """Interpret one program of a launch; launching would copy the tensors, holes and all."""
     kernel = launch.kernel
     executor = interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, (launch.programs,))
     constants = {name: value for name, value in launch.constants.items() if name in kernel.arg_names}
