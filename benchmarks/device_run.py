@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import device_checks, device_crossover, device_speed, results
+from benchmarks import device_checks, device_crossover, device_launches, device_speed, results
 from benchmarks.device_session import Session
 from woq_triton_kernels import tiles
 
@@ -31,6 +31,7 @@ def main(description: str) -> int:
     checks = {
         "numerics": device_checks.numerics,
         "determinism": device_checks.determinism,
+        "launches": device_launches.launches,
         "capture": device_checks.capture,
         "compile": device_checks.compiled,
     }
