@@ -8,7 +8,7 @@ from woq_triton_kernels.launch import Launch
 from woq_triton_kernels.loads import plane_length
 from woq_triton_kernels.tiles import DEQUANTIZE_ROWS, single_group
 from woq_triton_kernels.unpack import round_to
-from woq_triton_kernels.weights import metadata_offsets, scaled_weights
+from woq_triton_kernels.weights import load_at, metadata_offsets, scaled_weights
 
 
 # Ids are often a column of a larger tensor: whether they are aligned must not make another kernel.
@@ -50,7 +50,8 @@ def _dequantize_kernel(
         offsets = metadata_offsets(
             0, rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH, EVEN_K
         )
-        weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
+        scale, minimum = load_at(scale_ptr, offsets), load_at(min_ptr, offsets)
+        weights = scaled_weights(words, scale, minimum, plane, NUM_BITS)
         # There is no error to raise from here: an id outside the table must not pass for a token.
         weights = tl.where(known[:, None], weights, float("nan"))
         ptrs = out_ptr + (m * K)[:, None] + k[None, :]

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from woq_triton_kernels.loads import load_metadata, load_row, load_words, load_x, plane_length
 from woq_triton_kernels.unpack import INTERPRET, dot, magic, norm, operand, parts, round_to, split_parity
-from woq_triton_kernels.weights import half_weights, metadata_offsets, scaled_weights
+from woq_triton_kernels.weights import half_weights, load_at, metadata_offsets, scaled_weights
 
 
 @triton.jit
@@ -63,6 +63,21 @@ def unit_of(first, second, unit: tl.constexpr, UNITS: tl.constexpr):
     else:
         low, high = tl.split(first if unit < 2 else second)
         return low if unit % 2 == 0 else high
+
+
+@triton.constexpr_function
+def unit_at(index, plane, length, span, grain):
+    """The unit that columns of a plane belong to, by the index of their words among a step's."""
+    return (index // (length // span) * 128 + plane * length + index % (length // span) * span) // grain
+
+
+@triton.jit
+def unit_column(rows, first, second, unit: tl.constexpr, UNITS: tl.constexpr):
+    """`unit_of` in the dtype of its pointers `rows`, as ``[BLOCK_N, 1]``; None if those are None."""
+    if rows is None:
+        return None
+    else:
+        return unit_of(first, second, unit, UNITS).to(rows.dtype.element_ty)[:, None]
 
 
 @triton.jit
@@ -301,8 +316,28 @@ def accumulate_weights(
     HALVE: tl.constexpr = GRAIN == LENGTH // 2 if GROUP_DIM == 1 else LENGTH == 2 * SUM_ROWS
     SPAN: tl.constexpr = LENGTH // 2 if HALVE else LENGTH
     HALF: tl.constexpr = UNPACK == "ptx" and META == DTYPE and DTYPE != tl.float32
+    UNITS: tl.constexpr = STEP * 128 // GRAIN
+    # Where whole spans share a group, each is read once, a step ahead.
+    AHEAD: tl.constexpr = GROUP_DIM == 1 and GRAIN >= SPAN and UNITS <= 4
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    scale_rows, min_rows = scale_ptr, min_ptr
+    scale_0, scale_2, min_0, min_2 = 0.0, 0.0, 0.0, 0.0
+    if AHEAD:
+        first_group = (first_n + n) * (last_group + 1)
+        scale_rows = scale_ptr + first_group
+        if min_ptr is not None:
+            min_rows = min_ptr + first_group
+        scale_0, scale_2, min_0, min_2 = load_metadata(
+            scale_rows, min_rows, tl.minimum(first, tl.cdiv(K, STEP * 128) - 1), last_group,
+            1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K,
+        )  # fmt: skip
     for step in range(first, last):
+        next_scale_0, next_scale_2, next_min_0, next_min_2 = scale_0, scale_2, min_0, min_2
+        if AHEAD and GROUP_SIZE > 0:
+            next_scale_0, next_scale_2, next_min_0, next_min_2 = load_metadata(
+                scale_rows, min_rows, tl.minimum(step + 1, tl.cdiv(K, STEP * 128) - 1), last_group,
+                1.0, GROUP_SIZE, GRAIN, UNITS, EVEN_K,
+            )  # fmt: skip
         for index in tl.static_range(STEP * (LENGTH // SPAN)):
             block = step * STEP + index // (LENGTH // SPAN)
             offset = index % (LENGTH // SPAN) * SPAN
@@ -313,15 +348,24 @@ def accumulate_weights(
                 start = (step * STEP + index // (LENGTH // SPAN)) * 128 + plane * LENGTH + offset
                 k = start + tl.arange(0, SPAN)
                 xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
-                offsets = metadata_offsets(
-                    first_n, n, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN, EVEN_K
-                )
-                if HALF:
-                    weights = half_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
+                if AHEAD:
+                    scale = unit_column(
+                        scale_rows, scale_0, scale_2, unit_at(index, plane, LENGTH, SPAN, GRAIN), UNITS
+                    )
+                    minimum = unit_column(
+                        min_rows, min_0, min_2, unit_at(index, plane, LENGTH, SPAN, GRAIN), UNITS
+                    )
                 else:
-                    weights = scaled_weights(words, scale_ptr, min_ptr, offsets, plane, NUM_BITS)
-                    weights = round_to(weights, DTYPE)
+                    offsets = metadata_offsets(
+                        first_n, n, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, ROW_GROUP, SPAN, EVEN_K
+                    )
+                    scale, minimum = load_at(scale_ptr, offsets), load_at(min_ptr, offsets)
+                if HALF:
+                    weights = half_weights(words, scale, minimum, plane, NUM_BITS)
+                else:
+                    weights = round_to(scaled_weights(words, scale, minimum, plane, NUM_BITS), DTYPE)
                 acc = dot(weights, xt, acc)
+        scale_0, scale_2, min_0, min_2 = next_scale_0, next_scale_2, next_min_0, next_min_2
     return acc
 
 

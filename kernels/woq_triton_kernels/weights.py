@@ -58,23 +58,30 @@ def metadata_offsets(
 
 
 @triton.jit
-def scaled_weights(words, scale_ptr, min_ptr, offsets, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
+def load_at(ptr, offsets):
+    """Metadata at offsets from `metadata_offsets`, or None if there is none."""
+    if ptr is None:
+        return None
+    else:
+        return tl.load(ptr + offsets)
+
+
+@triton.jit
+def scaled_weights(words, scale, minimum, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
     """Weights of one plane in fp32.
 
     Args:
         words: int16 ``[rows, columns]``.
-        scale_ptr: The whole weight's scale.
-        min_ptr: Its min, or None.
-        offsets: From `metadata_offsets`.
+        scale: Of a float dtype, as words or 1 in a dimension where they share it.
+        minimum: As scale, or None.
         PLANE: Which plane.
         NUM_BITS: 4 or 8.
     """
     codes = codes_f32(words, PLANE, NUM_BITS)
-    scale = tl.load(scale_ptr + offsets).to(tl.float32)
-    if min_ptr is None:
-        return (codes - 2 ** (NUM_BITS - 1)) * scale
+    if minimum is None:
+        return (codes - 2 ** (NUM_BITS - 1)) * scale.to(tl.float32)
     else:
-        return codes * scale + tl.load(min_ptr + offsets).to(tl.float32)
+        return codes * scale.to(tl.float32) + minimum.to(tl.float32)
 
 
 @triton.constexpr_function
@@ -113,27 +120,26 @@ def half_asm(plane, num_bits, dtype, symmetric):
 
 
 @triton.jit
-def half_weights(words, scale_ptr, min_ptr, offsets, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
+def half_weights(words, scale, minimum, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
     """Weights of one plane in the dtype of scale, fp16 or bf16; arguments as in `scaled_weights`."""
-    DTYPE: tl.constexpr = scale_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = scale.dtype
     SHIFT: tl.constexpr = half_shift(PLANE, NUM_BITS, DTYPE)
-    ASM: tl.constexpr = half_asm(PLANE, NUM_BITS, DTYPE, min_ptr is None)
+    SYMMETRIC: tl.constexpr = minimum is None
+    ASM: tl.constexpr = half_asm(PLANE, NUM_BITS, DTYPE, SYMMETRIC)
     shifted = shift_words(words, SHIFT, "ptx")
-    scale = tl.load(scale_ptr + offsets)
-    minimum = scale
-    if min_ptr is not None:
-        minimum = tl.load(min_ptr + offsets)
-        if NUM_BITS == 8 and DTYPE == tl.bfloat16:
-            # The code comes out as q - 128. The middle of a group is no larger than its largest weight.
-            middle = tl.inline_asm_elementwise(
-                "{ .reg .b32 zero; mov.b32 zero, 0x43004300; fma.rn.bf16x2 $0, $1, zero, $2; }",
-                "=r,r,r",
-                [scale.to(tl.int16, bitcast=True), minimum.to(tl.int16, bitcast=True)],
-                dtype=tl.int16,
-                is_pure=True,
-                pack=2,
-            )
-            minimum = middle.to(DTYPE, bitcast=True)
+    if SYMMETRIC:
+        minimum = scale
+    elif NUM_BITS == 8 and DTYPE == tl.bfloat16:
+        # The code comes out as q - 128. The middle of a group is no larger than its largest weight.
+        middle = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x43004300; fma.rn.bf16x2 $0, $1, zero, $2; }",
+            "=r,r,r",
+            [scale.to(tl.int16, bitcast=True), minimum.to(tl.int16, bitcast=True)],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+        minimum = middle.to(DTYPE, bitcast=True)
     bits = tl.inline_asm_elementwise(
         ASM,
         "=&r,r,r,r",

@@ -1,10 +1,9 @@
 """Reads from Triton's GPU IR what machine code no longer tells: shapes.
 
 The main loop of the IR (the innermost ``scf.for`` with products, else with loads, else the whole kernel)
-says how many
-packed words one iteration loads and which products it makes. The number of machine instructions that
-those products need is then compared with the number in the machine loop: it tells how many iterations
-the compilers below unrolled into one.
+says how many packed words one iteration loads and which products it makes. The number of machine
+instructions that those products need is then compared with the number in the machine loop: it tells how
+many iterations the compilers below unrolled into one.
 """
 
 import math
@@ -68,16 +67,14 @@ def read(text: str) -> Loop:
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
-    """First and last+1 line of each ``scf.for``, by counting braces of regions."""
+    """First and last+1 line of each ``scf.for``: it ends at the brace that stands below its beginning."""
     spans = []
     for start, line in enumerate(lines):
         if "scf.for" not in line:
             continue
-        depth = 0
-        for end in range(start, len(lines)):
-            code = re.sub(r"<\{.*?\}>|\{[^{}]*=[^{}]*\}", "", lines[end].split(" loc(")[0])
-            depth += code.count("{") - code.count("}")
-            if depth <= 0 and end > start:
+        closing = line[: len(line) - len(line.lstrip())] + "}"
+        for end in range(start + 1, len(lines)):
+            if lines[end].startswith(closing):
                 spans.append((start, end + 1))
                 break
     return spans
