@@ -10,7 +10,7 @@ TRITON36 := build/triton36
 BENCH := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-triton36 audit families bench lint format
+.PHONY: help install demo test test-triton36 audit families bench host-cost lint format
 
 help:
 	@echo "make demo     a trained model on two processes, quantized to int4, generating text"
@@ -19,6 +19,7 @@ help:
 	@echo "make audit    compile every kernel for ARCHS, count its instructions, and check the goals"
 	@echo "make families every family that AutoTP shards, quantized and compared, as a table"
 	@echo "make bench    layers beside their peers and a whole model on this machine: README table, JSON, plots"
+	@echo "make host-cost what a product costs the host up to the driver's launch, measured without a GPU"
 	@echo "make test-triton36  the kernels' tests on Triton 3.6"
 	@echo "make format   ruff, rewriting files"
 	@echo "make install  .venv with this package and everything that the targets above need"
@@ -65,6 +66,9 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python -m benchmarks.cpu_goals
 	$(BENCH)/bin/python -m benchmarks.end_to_end
 	$(BENCH)/bin/python -m benchmarks.report
+
+host-cost: $(STAMP)
+	$(BIN)/python -m benchmarks.host_cost
 
 # Triton 3.6 replaces the pinned one after the installation: torch's CUDA build would not resolve with it.
 $(TRITON36)/.installed: pyproject.toml constraints.txt

@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import triton
 
 from benchmarks import results
 from tests import stub_cuda
@@ -28,7 +28,17 @@ from tests.numerics import make_weight, make_x
 from woq_triton import QuantScheme, quantize
 from woq_triton.backends import triton as backend
 
+README = Path(__file__).parent.parent / "README.md"
+START, END = "<!-- host cost: made by benchmarks/host_cost.py -->", "<!-- end of host cost -->"
 SHAPES = {"4096x4096, split-K": (4096, 4096), "28672x4096, no split-K": (28672, 4096)}
+PARTS = {
+    "op": "`torch.ops.woq_triton.linear`, all of it",
+    "dispatcher": "of it torch's dispatcher: an op of the same schema that does nothing",
+    "backend": "below the dispatcher: checks, look-up, output, launch",
+    "output": "of that the output's allocation",
+    "launcher": "of that Triton's C launcher",
+    "kernel[grid]": "the same launch by Triton's `kernel[grid](...)` alone",
+}
 DTYPE = torch.bfloat16
 kept: list[torch.library.Library] = []
 
@@ -59,7 +69,7 @@ def identity_op() -> Callable[..., object]:
     return op
 
 
-def measure(shape: tuple[int, int], stub: stub_cuda.Stub, rounds: int, repeats: int) -> dict[str, object]:
+def measure(shape: tuple[int, int], stub: stub_cuda.Stub, rounds: int, repeats: int) -> dict[str, Any]:
     """All figures of one problem at M = 1."""
     qweight = quantize(make_weight(*shape, dtype=DTYPE), QuantScheme(4, 128))
     x = make_x(1, shape[1], dtype=DTYPE)
@@ -85,6 +95,20 @@ def measure(shape: tuple[int, int], stub: stub_cuda.Stub, rounds: int, repeats: 
     return {"shape": list(shape), "splits": launch.numbers[-1], "microseconds": found}
 
 
+def table(found: dict[str, Any]) -> str:
+    """The results for the README."""
+    environment = found["environment"]
+    where = f"{environment['device']}, Python {environment['python']}"
+    rows = [
+        f"| microseconds of CPU time, M = 1, {where} | " + " | ".join(found["problems"]) + " |",
+        "| --- " * (1 + len(found["problems"])) + "|",
+    ]
+    for name, text in PARTS.items():
+        times = [problem["microseconds"][name] for problem in found["problems"].values()]
+        rows.append(f"| {text} | " + " | ".join(f"{value:.1f}" for value in times) + " |")
+    return "\n".join(rows)
+
+
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(
@@ -93,19 +117,25 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=201)
     parser.add_argument("--repeats", type=int, default=100, help="calls in a row in a round")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--readme", type=Path, default=README, help="file to put the table into")
     options = parser.parse_args()
-    path = results.new_file(options.results, "host-cost", "cpu")
+    if reason := stub_cuda.unusable():
+        parser.error(f"host cost cannot be measured here: {reason}")
     os.environ["WOQ_TRITON_IMPL"] = "triton"
     torch.set_num_threads(1)
-    with stub_cuda.active(90) as stub:
-        found = {
-            name: measure(shape, stub, options.rounds, options.repeats) for name, shape in SHAPES.items()
-        }
-    for name, problem in found.items():
-        print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in problem["microseconds"].items()))  # type: ignore[attr-defined]
-    rest = {"rounds": options.rounds, "repeats": options.repeats, "triton": triton.__version__}
-    results.write(path, "host-cost", "cpu", {**rest, "problems": found})
-    print(path)
+    try:
+        path = results.new_file(options.results, "host-cost", "cpu")
+        with stub_cuda.active(90) as stub:
+            problems = {
+                name: measure(shape, stub, options.rounds, options.repeats) for name, shape in SHAPES.items()
+            }
+        rest = {"rounds": options.rounds, "repeats": options.repeats, "problems": problems}
+        results.write(path, "host-cost", "cpu", rest)
+        text = table({**rest, "environment": results.environment("cpu")})
+        results.put(options.readme, START, END, text)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{text}\n{path}")
     return 0
 
 

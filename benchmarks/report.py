@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         plots.append(plot_roofline(sizes, options.results / "roofline.png"))
     text = section(linear, options.results, plots)
     try:
-        put(options.readme, text)
+        results.put(options.readme, START, END, text)
     except ValueError as error:
         parser.error(str(error))
     print(f"{options.readme}, {', '.join(map(str, plots))}")
@@ -161,23 +161,6 @@ def share_of_roofline(record: dict[str, Any], ceilings: dict[str, float]) -> flo
     flops = 2 * record["tokens"] * record["out_features"] * record["in_features"]
     least = max(record["bytes"] / ceilings["copy_bytes_per_second"], flops / rate)
     return float(least / record["seconds"])
-
-
-def put(readme: Path, text: str) -> None:
-    """Replace what stands between the two comments.
-
-    Raises:
-        ValueError: The file cannot be read or lacks them.
-    """
-    try:
-        page = readme.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{readme} cannot be read: {error.strerror}") from None
-    head, start, rest = page.partition(START)
-    _, end, tail = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{readme} lacks the lines {START} and {END}, between which the table goes")
-    readme.write_text(f"{head}{start}\n\n{text}\n\n{end}{tail}", encoding="utf-8")
 
 
 def _where(environment: dict[str, Any], ceilings: dict[str, float]) -> str:

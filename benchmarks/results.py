@@ -94,6 +94,23 @@ def latest(folder: Path, kind: str) -> dict[str, Any] | None:
     return loaded
 
 
+def put(readme: Path, start: str, end: str, text: str) -> None:
+    """Replace what stands between two lines of a page.
+
+    Raises:
+        ValueError: The file cannot be read or lacks the lines.
+    """
+    try:
+        page = readme.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{readme} cannot be read: {error.strerror}") from None
+    head, found_start, rest = page.partition(start)
+    _, found_end, tail = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"{readme} lacks the lines {start} and {end}, between which the table goes")
+    readme.write_text(f"{head}{start}\n\n{text}\n\n{end}{tail}", encoding="utf-8")
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -268,7 +268,7 @@ def _dense_blocks(
     in_features: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Launch, slice]]:
-    """Launches that dequantize a weight block by block into the workspace, and each block's rows.
+    """Launches that dequantize a weight block by block into the same memory, and each block's rows.
 
     Along group_dim 0 a block is made of whole groups, or lies in one.
     """
@@ -276,15 +276,14 @@ def _dense_blocks(
     most = max(DEQUANTIZE_ROWS, most // DEQUANTIZE_ROWS * DEQUANTIZE_ROWS)
     span = out_features if group_dim == 1 or group_size <= most else group_size
     step = most if group_dim == 1 or group_size > most else most // group_size * group_size
+    memory = packed.new_empty(builtins.min(step, out_features) * in_features, dtype=dtype)
     for first in range(0, out_features, span):
         last = builtins.min(first + span, out_features)
         for start in range(first, last, step):
             stop = builtins.min(start + step, last)
             rows = slice(start, stop)
             groups = rows if group_dim == 1 else slice(start // group_size, -(-stop // group_size))
-            dense = workspace.dense_for(
-                packed.device, _stream(packed.device), stop - start, in_features, dtype
-            )
+            dense = memory[: (stop - start) * in_features].view(stop - start, in_features)
             low = None if min is None else min[groups]
             yield (
                 dequantize_launch(

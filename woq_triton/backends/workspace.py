@@ -5,7 +5,11 @@ the workspace of the stream that it was captured on, as it keeps cuBLAS's: graph
 must not be replayed at the same time on several.
 
 A stream that is being captured cannot be given counters that are zero, since filling them would only be
-recorded. So `reserve` sets one more aside, for the first stream that is captured before it launched anything.
+recorded; and where `torch.compile` makes CUDA graphs, even its trial runs must leave nothing behind in its
+memory pool. So `reserve` sets scratch aside, for the streams that are the next to need some.
+
+Dequantized weights are not kept: blocks of a weight share one piece of memory, which torch's allocator gives
+to the next product on the stream.
 """
 
 from typing import NamedTuple
@@ -18,6 +22,8 @@ from woq_triton_kernels.tiles import COUNTERS, PARTIAL_ELEMENTS
 DENSE_BYTES = 64 << 20
 """Most memory that dequantized rows of a weight take at a time."""
 
+_SPARES = 2
+
 
 class Scratch(NamedTuple):
     """What split decode kernels need: fp32 partial tiles, int32 counters that are 0 between launches."""
@@ -28,8 +34,7 @@ class Scratch(NamedTuple):
 
 
 _scratch: dict[torch.device, dict[int, Scratch]] = {}
-_spare: dict[torch.device, Scratch] = {}
-_dense: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, list[Scratch]] = {}
 
 
 def table(device: torch.device) -> dict[int, Scratch]:
@@ -48,51 +53,33 @@ def scratch_for(device: torch.device, stream: int) -> Scratch:
     scratch = kept.get(stream)
     if scratch is not None:
         return scratch
-    if not _capturing(device):
-        scratch = kept[stream] = _new_scratch(device)
-    elif device in _spare:
-        scratch = kept[stream] = _spare.pop(device)
-    else:
+    if spare := _spare.get(device):
+        scratch = kept[stream] = spare.pop()
+    elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Belongs to the graph alone, which fills the counters with zeros at every replay.
         scratch = _new_scratch(device)
+    else:
+        scratch = kept[stream] = _new_scratch(device)
     return scratch
 
 
 def reserve(device: torch.device, stream: int) -> None:
-    """Make the scratch of the current stream, and one for the first stream that is captured.
+    """Make the scratch of the current stream, and some for the next ones.
 
     Args:
         device: Of the stream.
         stream: Its handle.
     """
     scratch_for(device, stream)
-    if device.type == "cuda" and device not in _spare:
-        _spare[device] = _new_scratch(device)
-        torch.cuda.current_stream(device).synchronize()  # whichever stream takes it finds zeros
-
-
-def dense_for(device: torch.device, stream: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory for dequantized weights ``[rows, columns]``, uninitialized; the next call gives it again.
-
-    Args:
-        device: Of the stream.
-        stream: Its handle; it must be the current one.
-        rows: At most so many that the result has `DENSE_BYTES`, to be kept for the next call.
-        columns: Likewise.
-        dtype: Of the weights.
-    """
-    nbytes = rows * columns * dtype.itemsize
-    memory = _dense.get((device, stream))
-    if memory is None or memory.numel() < nbytes:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if nbytes <= DENSE_BYTES and not _capturing(device):
-            _dense[device, stream] = memory
-    return memory[:nbytes].view(dtype).view(rows, columns)
+    spare = _spare.setdefault(device, [])
+    if device.type == "cuda" and len(spare) < _SPARES:
+        spare += [_new_scratch(device) for _ in range(_SPARES - len(spare))]
+        torch.cuda.current_stream(device).synchronize()  # whichever stream takes them finds zeros
 
 
 def forget() -> None:
     """Free all of it. Nothing that uses it may be running, and no graph may be replayed afterwards."""
-    for kept in (_scratch, _spare, _dense):
+    for kept in (_scratch, _spare):
         kept.clear()
 
 
@@ -100,7 +87,3 @@ def _new_scratch(device: torch.device) -> Scratch:
     partials = torch.empty(PARTIAL_ELEMENTS, dtype=torch.float32, device=device)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     return Scratch(partials, counters, (partials.data_ptr(), counters.data_ptr()))
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -256,7 +256,7 @@ def test_a_grid_that_no_gpu_has_is_an_error_before_the_launch():
         launch = dequantize_launch(ids, packed, scale, None, empty(1 << 30, 1 << 20), 4, 128, 1)
         with pytest.raises(ValueError, match=f"_dequantize_kernel would need .* ends at {MAX_PROGRAMS}"):
             launch.run()
-        config = backend.pick_tile(1, 64, 4096, 4, 128, 1, BF16, "sm_90")
+        config = backend.pick_tile(1, 64, 128, 4, 128, 1, BF16, "sm_90")
         x, out = empty(1 << 31, 128), empty(1 << 31, 64)
         weight = (empty(64, 32, dtype=torch.int16), empty(64, 1), None, None)
         launch = decode_launch(x, *weight, out, None, None, 4, 128, 1, config)

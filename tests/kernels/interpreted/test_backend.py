@@ -105,14 +105,15 @@ def test_an_id_outside_the_table_gives_nan_and_reads_nothing():
 
 
 @pytest.mark.parametrize("group_dim, group_size", [(1, 32), (0, 16), (0, 96), (0, -1)])
-def test_a_dense_product_goes_through_the_workspace_block_by_block(group_dim, group_size):
+def test_a_dense_product_is_made_block_by_block_in_the_same_memory(group_dim, group_size):
     """Blocks of 64 rows: whole groups of 16, parts of groups of 96 rows and of one that spans them all."""
     problem = make_problem(520, 200, 64, QuantScheme(4, group_size, group_dim), FP32, bias=True)
-    workspace.forget()
+    tensors = (problem.packed, problem.scale, problem.min, *problem.scheme, *problem.shape, FP32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "DENSE_BYTES", 64 * 64 * 4)
+        blocks = [(launch.tensors[-1], rows) for launch, rows in backend._dense_blocks(*tensors)]
         out = linear(problem, problem.x)
-        (memory,) = workspace._dense.values()
-        assert memory.numel() == workspace.DENSE_BYTES
-        workspace.forget()
+    assert len({memory.data_ptr() for memory, _ in blocks}) == 1
+    assert [row for _, rows in blocks for row in range(rows.start, rows.stop)] == list(range(200))
+    assert max(memory.nbytes for memory, _ in blocks) == 64 * 64 * 4
     assert relative_error(out, problem.expected) < KERNEL[FP32]
