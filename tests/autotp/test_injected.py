@@ -4,7 +4,7 @@ import pytest
 
 from tests.autotp import ranks
 
-CASES = "tests.autotp.cases"
+ROOMS = "tests.autotp"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_injected_matmuls_go_through_the_quantized_weights(
     family: str, tp: int, dtype: str, scheme: dict
 ) -> None:
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
-    for result in ranks.run(tp, f"{CASES}:injected", family, dtype, **scheme):
+    for result in ranks.run(tp, f"{ROOMS}.injection:injected", family, dtype, **scheme):
         assert result["kernel"] < tolerance < result["quantization"]
         # DeepSpeed's plain torch form has another approximation of GELU than the models.
         assert result["stock"] < max(tolerance, 1e-3)
@@ -29,7 +29,7 @@ def test_injected_matmuls_go_through_the_quantized_weights(
 
 
 def test_a_model_that_cannot_be_quantized_stays_as_it_was() -> None:
-    for result in ranks.run(1, f"{CASES}:injected_failure"):
+    for result in ranks.run(1, f"{ROOMS}.injection:injected_failure"):
         assert result["raised"][0] == "ValueError"
         assert "transformer.h.1.mlp.output_w" in result["raised"][1]
         assert result["unchanged"]

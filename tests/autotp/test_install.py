@@ -42,7 +42,7 @@ def test_the_sample_works_on_two_ranks(
 ) -> None:
     # fp16 rounds dequantized weights and activations to 2**-11, bf16 to 2**-9, fp32 only reorders sums.
     tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}[dtype]
-    for result in ranks.run(2, "tests.autotp.cases:sample", dtype, settings, **options):
+    for result in ranks.run(2, "tests.autotp.state:sample", dtype, settings, **options):
         assert result["returned the model"]
         assert result["quantized"] == layers_quantized
         assert result["kernel"] < tolerance < result["quantization"]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.autotp import ranks
 
-CASES = "tests.autotp.cases"
+ROOMS = "tests.autotp"
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ CASES = "tests.autotp.cases"
     ],
 )
 def test_the_model_is_the_one_that_quantizing_afterwards_gives(family: str, how: str, tmp_path: Path) -> None:
-    for result in ranks.run(2, f"{CASES}:policy_against_afterwards", family, how, str(tmp_path)):
+    for result in ranks.run(2, f"{ROOMS}.loading:policy_against_afterwards", family, how, str(tmp_path)):
         assert result["state"] == []
         assert result["missing"] == []
         assert result["heads"] == []
@@ -32,14 +32,20 @@ def test_the_model_is_the_one_that_quantizing_afterwards_gives(family: str, how:
 
 def test_settings_of_keys_reach_the_layers_that_they_name(tmp_path: Path) -> None:
     results = ranks.run(
-        2, f"{CASES}:policy_against_afterwards", "llama", "memory", str(tmp_path), num_bits=8, group_dim=0
+        2,
+        f"{ROOMS}.loading:policy_against_afterwards",
+        "llama",
+        "memory",
+        str(tmp_path),
+        num_bits=8,
+        group_dim=0,
     )
     assert all(result["logits"] == 0.0 and result["layers"] for result in results)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_weight_that_cannot_be_quantized_makes_every_rank_raise_at_the_end(rank: int) -> None:
-    results = ranks.run(2, f"{CASES}:policy_failure", rank)
+    results = ranks.run(2, f"{ROOMS}.loading:policy_failure", rank)
     assert results[0] == results[1]
     kind, message = results[0]["raised"]
     assert kind == "ValueError"
@@ -61,11 +67,26 @@ def test_a_block_without_an_engine_is_an_error() -> None:
         woq_triton.autotp.ReplacePolicy(config(num_bits=3))
 
 
-def test_loading_from_files_never_holds_a_dense_model(tmp_path: Path) -> None:
-    for sizes in ranks.run(2, f"{CASES}:peak_memory", "44", str(tmp_path), True, timeout=500):
-        assert sizes["dense"] > 500 * 2**20
-        # DeepSpeed holds the largest layer twice while it makes a head of it. The rest is scratch of the
-        # quantizer, a few MB of fp32 at a time, and what the allocator keeps.
-        assert sizes["peak"] < sizes["quantized"] + 2 * sizes["largest"] + 32 * 2**20
-        assert sizes["peak"] < sizes["dense shards"] / 2
+@pytest.mark.parametrize(
+    ("files", "overrides"),
+    [
+        ("44", {}),
+        ("1", {"num_hidden_layers": 2}),
+        ("9", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    ],
+    ids=["642-MiB", "one-file", "tied"],
+)
+def test_loading_from_files_holds_two_dense_layers_beside_the_quantized_shards(
+    files: str, overrides: dict, tmp_path: Path
+) -> None:
+    results = ranks.run(
+        2, f"{ROOMS}.memory:peak_memory", files, str(tmp_path), True, timeout=500, **overrides
+    )
+    for sizes in results:
+        assert sizes["dense"] > (100 if overrides else 500) * 2**20
+        assert sizes["peak"] < sizes["quantized"] + 2 * sizes["largest"]
+        assert sizes["peak"] < sizes["dense shards"]
+        # Norms that lay in the files would keep them mapped.
+        assert sizes["files mapped"] == 0
+        # What the allocator keeps, and the layers' Python objects.
         assert sizes["left"] < sizes["quantized"] + 16 * 2**20

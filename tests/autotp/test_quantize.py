@@ -6,7 +6,8 @@ import pytest
 
 from tests.autotp import ranks
 
-CASES = "tests.autotp.cases"
+ROOMS = "tests.autotp"
+CASES = f"{ROOMS}.cases"
 
 # The quantized model and its dense twin differ in the order of fp32 sums, or in the roundings of bf16
 # weights and activations (2**-9 each, some ten of them in a row through two layers).
@@ -59,7 +60,7 @@ def test_more_ranks_than_kv_heads_leave_shards_without_rows_and_columns() -> Non
         assert result["kernel"] < KERNEL["float32"]
         assert result["finite"]
         assert {"LinearLayer", "LinearAllreduce", "LmHeadLinearAllreduce"} <= result["kinds"].keys()
-    assert ranks.run(4, f"{CASES}:empty_shards", "llama")[-1] > 0
+    assert ranks.run(4, f"{ROOMS}.state:empty_shards", "llama")[-1] > 0
 
 
 def test_shards_that_are_no_whole_groups_end_in_a_shorter_one() -> None:
@@ -69,7 +70,7 @@ def test_shards_that_are_no_whole_groups_end_in_a_shorter_one() -> None:
 
 def test_nan_on_one_rank_makes_every_rank_raise_the_same_error_before_anything_changed() -> None:
     start = time.monotonic()
-    results = ranks.run(2, f"{CASES}:nan_on_rank", 1, timeout=60)
+    results = ranks.run(2, f"{ROOMS}.disagreements:nan_on_rank", 1, timeout=60)
     for kind, message, unchanged in results:
         assert kind == "ValueError"
         assert "rank 1: layer 'model.layers.1.mlp.down_proj' has NaN or infinite values" in message
@@ -79,13 +80,13 @@ def test_nan_on_one_rank_makes_every_rank_raise_the_same_error_before_anything_c
 
 
 def test_a_rank_that_fails_half_way_makes_every_rank_raise() -> None:
-    for kind, message in ranks.run(2, f"{CASES}:failure_while_converting", timeout=60):
+    for kind, message in ranks.run(2, f"{ROOMS}.disagreements:failure_while_converting", timeout=60):
         assert kind == "ValueError"
         assert "rank 0" in message and "half-way" in message and "load the model anew" in message
 
 
 def test_ranks_with_different_settings_raise_the_same_error() -> None:
-    results = ranks.run(2, f"{CASES}:different_settings", timeout=60)
+    results = ranks.run(2, f"{ROOMS}.disagreements:different_settings", timeout=60)
     assert results[0] == results[1]
     assert results[0][0] == "ValueError"
     assert "ranks differ on layer" in results[0][1]
@@ -93,7 +94,9 @@ def test_ranks_with_different_settings_raise_the_same_error() -> None:
 
 
 def test_a_layer_left_alone_on_one_rank_is_left_alone_on_all() -> None:
-    for own_rank, (converted, reasons) in enumerate(ranks.run(2, f"{CASES}:forward_replaced_on_rank_1")):
+    for own_rank, (converted, reasons) in enumerate(
+        ranks.run(2, f"{ROOMS}.disagreements:forward_replaced_on_rank_1")
+    ):
         assert not converted
         assert "its forward was replaced on the instance" in reasons[0]
         assert ("on rank 1, " in reasons[0]) == (own_rank == 0)
@@ -102,7 +105,7 @@ def test_a_layer_left_alone_on_one_rank_is_left_alone_on_all() -> None:
 def test_a_rank_that_dies_makes_the_others_raise_within_30_seconds() -> None:
     pool = ranks.Pool(2)
     try:
-        survivor, dead = pool.run(f"{CASES}:die_on_rank", 1, timeout=90)
+        survivor, dead = pool.run(f"{ROOMS}.disagreements:die_on_rank", 1, timeout=90)
     finally:
         pool.close()
     assert dead is None
@@ -112,14 +115,14 @@ def test_a_rank_that_dies_makes_the_others_raise_within_30_seconds() -> None:
 
 
 def test_dense_shards_are_gone_after_conversion() -> None:
-    for report in ranks.run(2, f"{CASES}:memory", timeout=200):
+    for report in ranks.run(2, f"{ROOMS}.memory:memory", timeout=200):
         assert report["dense weights alive"] == 0
         # What the process gave back is what quantization saves, up to the allocator's slack.
         assert report["released"] > 0.8 * (report["bytes before"] - report["bytes after"])
 
 
 def test_copies_share_the_group_and_pickles_ask_for_one() -> None:
-    for result in ranks.run(2, f"{CASES}:copies"):
+    for result in ranks.run(2, f"{ROOMS}.state:copies"):
         assert result["deepcopy"] == 0.0
         assert result["state_dict"] == 0.0
         assert "process group" in result["unpickled"]
@@ -127,5 +130,5 @@ def test_copies_share_the_group_and_pickles_ask_for_one() -> None:
 
 
 def test_layers_keep_what_other_code_reads() -> None:
-    for result in ranks.run(2, f"{CASES}:attributes"):
+    for result in ranks.run(2, f"{ROOMS}.state:attributes"):
         assert result == []

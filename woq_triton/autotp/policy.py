@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject.layers import TensorParallel_Layer
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from woq_triton import model as _model
@@ -24,6 +28,9 @@ from woq_triton.config import parse_config
 from woq_triton.modules import QuantizedModule
 from woq_triton.quantize import check_values
 from woq_triton.report import QuantizationReport
+
+_HEADS = ("lm_head", "embed_out")
+"""Last part of the names under which AutoTP finds a model's head."""
 
 
 class ReplacePolicy:
@@ -60,12 +67,18 @@ class ReplacePolicy:
         self._layers: list[QuantizedModule] = []
         self._table: nn.Module | None = None
         self._error: Exception | None = None
-        self._handle: RemovableHandle | None = None
+        self._heads: set[int] = set()
+        self._loads = False
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "ReplacePolicy":
         """Start to listen."""
-        listener: Callable[..., Any] = self._registered
-        self._handle = register_module_module_registration_hook(listener)
+        of_module: Callable[..., Any] = self._registered
+        of_parameter: Callable[..., Any] = self._loaded
+        self._handles = [
+            register_module_module_registration_hook(of_module),
+            register_module_parameter_registration_hook(of_parameter),
+        ]
         return self
 
     def __exit__(
@@ -77,13 +90,18 @@ class ReplacePolicy:
             RuntimeError: No engine was made.
             Exception: A layer failed, on this rank or another.
         """
-        assert self._handle is not None
-        self._handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._names.clear()
+        self._heads.clear()
         if error is not None:
             return
         if self._root is None:
             raise RuntimeError("no DeepSpeed inference engine was made inside the ReplacePolicy block")
+        for module in self._root.modules():
+            weight = module._parameters.get("weight")
+            if isinstance(weight, _HeadWeight):
+                module.weight = nn.Parameter(weight.data, requires_grad=False)
         for layer in self._layers:
             # It described the dense shard, and was needed only as long as AutoTP went on.
             vars(layer.packed).pop(DS_AUTOTP_UC_META, None)
@@ -108,6 +126,28 @@ class ReplacePolicy:
             self._error = self._error or error
             return None
 
+    def _loaded(self, owner: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+        """What torch calls before it registers a parameter; the one returned takes its place."""
+        if weight is None or weight.is_meta or id(owner) not in self._names:
+            return None
+        before = owner._parameters.get(name)
+        if weight.dim() < 2 and before is not None and self._loads:
+            # DeepSpeed takes norms and biases as they lie in the file, and keeps all of it mapped by them.
+            return nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        if name != "weight" or id(owner) not in self._heads:
+            return None
+        if not weight.is_floating_point():
+            self._error = self._error or ValueError(
+                "the checkpoint has no weight for the head, which the model's config does not tie to the "
+                "embedding; set tie_word_embeddings=True, or use quantize_model on the finished engine"
+            )
+            return None
+        if isinstance(before, _HeadWeight) and before.asked_for_clone:
+            # It is being sharded now. DeepSpeed goes on to hold the parameter from before; not its memory.
+            before.data = torch.empty(0, dtype=before.dtype, device=before.device)
+            return None
+        return _HeadWeight(weight.data, requires_grad=weight.requires_grad)
+
     def _start(self, root: nn.Module) -> None:
         if self._root is not None:
             self._error = RuntimeError(
@@ -115,7 +155,13 @@ class ReplacePolicy:
             )
         self._root = root
         self._names = {id(module): name for name, module in root.named_modules()}
+        self._loads = any(parameter.is_meta for parameter in root.parameters())
         self._table = _table_to_load(root)
+        self._heads = {
+            id(module)
+            for name, module in root.named_modules()
+            if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear) and module.weight.is_meta
+        }
 
     def _quantize_table(self, dense: nn.Module) -> None:
         """Quantize the input embedding as soon as it is loaded, before the head needs as much again."""
@@ -126,6 +172,8 @@ class ReplacePolicy:
             assert self._root is not None
             parent, _, attribute = name.rpartition(".")
             setattr(self._root.get_submodule(parent), attribute, module)
+            # Loops over modules in DeepSpeed go on to hold the table; not its memory.
+            dense.weight.data = dense.weight.data.new_empty(0)
 
     def _quantize(self, name: str, dense: nn.Module) -> nn.Module | None:
         if dense.weight.is_meta:
@@ -147,6 +195,21 @@ class ReplacePolicy:
         if planned.conversion.release is not None:
             planned.conversion.release()
         return module
+
+
+class _HeadWeight(nn.Parameter):
+    """The weight of a head that waits to be sharded, of which no copy is made first.
+
+    AutoTP clones a head before it cuts it, so that an embedding with the same weight stays whole, and
+    keeps the original until it is done. But a shard is a copy, and cutting it writes to no weight.
+    """
+
+    asked_for_clone = False
+
+    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The weight itself."""
+        self.asked_for_clone = True
+        return self
 
 
 def _table_to_load(root: nn.Module) -> nn.Module | None:
