@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.inference.quantization import layers, quantization
+from deepspeed.inference.quantization import quantization
 from torch import nn
 
 import woq_triton.autotp
@@ -123,13 +123,3 @@ def test_uninstall_restores_deepspeed_exactly_however_often_installed() -> None:
     assert quantization._init_group_wise_weight_quantization.__wrapped__ is original
     woq_triton.autotp.uninstall()
     assert dict(vars(quantization)) == before
-
-
-def test_layers_that_deepspeed_quantized_are_recognised() -> None:
-    scheme = {"num_bits": 4, "group_size": 20, "group_dim": 1, "symmetric": False}
-    model = nn.Sequential(nn.Linear(40, 8), nn.Linear(512, 64)).half()
-    quantization._init_group_wise_weight_quantization(model, ds_config(**{"0": scheme}))
-    assert type(model[0]) is layers.QuantizedLinear
-    report = woq_triton.quantize_model(model, ds_config(**{"*": INT4}))
-    assert [layer.name for layer in report.layers] == ["1"]
-    assert report.skipped[0].reason.startswith("DeepSpeed has quantized it already")

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from deepspeed.inference.quantization import layers as stock
 from deepspeed.module_inject import layers as ds_layers
 from torch import Tensor, nn
 
+from woq_triton.autotp import stock
 from woq_triton.autotp.layers import (
     QuantizedColumnParallel,
     QuantizedHiddenParallelEmbedding,
@@ -47,8 +47,8 @@ def convert_autotp(module: nn.Module) -> Conversion | str | None:
     Returns:
         How to convert the layer, or why it is left alone; None for layers that are not DeepSpeed's.
     """
-    if _is_deepspeed_quantized(module):
-        return "DeepSpeed has quantized it already and goes on serving it; start from the dense model"
+    if (left := stock.reason(module)) is not None:
+        return left
     if type(module) is ds_layers.EmbeddingLayer and isinstance(module.weight, Tensor):
         return Conversion(module.weight, QuantizedEmbedding)
     if not isinstance(module, ds_layers.TensorParallel_Layer):
@@ -69,13 +69,6 @@ def convert_autotp(module: nn.Module) -> Conversion | str | None:
 def _runs_forward_of(module: nn.Module, name: str) -> bool:
     known = getattr(ds_layers, name, None)
     return known is not None and type(module).forward is known.forward
-
-
-def _is_deepspeed_quantized(module: nn.Module) -> bool:
-    """Whether stock DeepSpeed quantized a layer, after loading or while loading."""
-    if isinstance(module, (stock.QuantizedLinear, stock.QuantizedEmbedding)):
-        return True
-    return any(getattr(p, "weight_quantized", False) for p in module.parameters(recurse=False))
 
 
 def _release(module: ds_layers.TensorParallel_Layer) -> None:

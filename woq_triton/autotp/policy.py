@@ -173,7 +173,8 @@ class ReplacePolicy:
             parent, _, attribute = name.rpartition(".")
             setattr(self._root.get_submodule(parent), attribute, module)
             # Loops over modules in DeepSpeed go on to hold the table; not its memory.
-            dense.weight.data = dense.weight.data.new_empty(0)
+            weight: Any = dense.weight
+            weight.data = weight.new_empty(0)
 
     def _quantize(self, name: str, dense: nn.Module) -> nn.Module | None:
         if dense.weight.is_meta:
