@@ -59,13 +59,19 @@ $(BENCH)/.installed: $(STAMP) benchmarks/peers.txt
 	done
 	@touch $@
 
+# About eleven minutes on two cores that do nothing else; each part shows its own bar.
 bench: $(BENCH)/.installed
-	$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.7
-	$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.7 \
+	@echo "1 of 5: linear layers beside their peers"
+	@$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.5
+	@echo "2 of 5: the share of the roofline by size"
+	@$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.5 \
 	  --kind sizes --layers all --tokens 1 --providers 'dense bf16,woq_triton int4,woq_triton int8'
-	$(BENCH)/bin/python -m benchmarks.cpu_goals
-	$(BENCH)/bin/python -m benchmarks.end_to_end
-	$(BENCH)/bin/python -m benchmarks.report
+	@echo "3 of 5: the goals on a CPU"
+	@$(BENCH)/bin/python -m benchmarks.cpu_goals
+	@echo "4 of 5: a whole model"
+	@$(BENCH)/bin/python -m benchmarks.end_to_end
+	@echo "5 of 5: the table and the plots"
+	@$(BENCH)/bin/python -m benchmarks.report
 
 host-cost: $(STAMP)
 	$(BIN)/python -m benchmarks.host_cost

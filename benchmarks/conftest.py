@@ -73,6 +73,12 @@ class Run:
                 p.name == chosen.name and not p.unavailable(self.device) for p in self.providers
             ):
                 self.left_out[chosen.name] = f"missing: {reason}"
+        if not self.cases():
+            reasons = [f"{name}, {reason}" for name, reason in self.left_out.items()]
+            raise ValueError(
+                f"nothing to measure: no provider that was asked for is here and has the codes of "
+                f"--bits {option('--bits')} ({'; '.join(reasons) or 'none is missing'})"
+            )
 
     def cases(self) -> list[tuple[Problem, Provider]]:
         """Every layer with every provider that can serve it; dense ones once a shape."""

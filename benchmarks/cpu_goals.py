@@ -1,10 +1,16 @@
 """The goals of this package on a CPU, as ratios measured in one run: `python -m benchmarks.cpu_goals`.
 
 All layers of a ratio are timed in turn, call by call, so that a slow moment of the machine hits all alike.
+Where the processor has bf16 instructions, the goals beside dense bf16 are measured once more in a process in
+which oneDNN, which multiplies for torch, must do without them: most CPUs lack them.
 """
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +21,11 @@ from torch import nn
 import benchmarks.ours
 import benchmarks.peers  # noqa: F401
 from benchmarks import measure, results
+from benchmarks.cpu_goals_table import ALONE, table
 from benchmarks.problems import Problem
-from benchmarks.providers import PROVIDERS, Provider, check, make
+from benchmarks.providers import PROVIDERS, Provider, check, held_bytes, make
 from woq_triton import QuantScheme, quantize_model
+from woq_triton.backends.cpu import multiplies_bf16
 
 SHAPES = ((4096, 4096), (4096, 11008))
 TOKENS = (1, 16, 128, 512)
@@ -40,46 +48,99 @@ GOALS = (
     Goal(4, (16,), "dense bf16", 1.0),
     Goal(4, (16,), "dense fp32", 0.6),
     Goal(4, (128, 512), "dense fp32", 0.85),
-    Goal(4, TOKENS, "DeepSpeed int4", 1.0),
+    Goal(4, TOKENS[1:], "DeepSpeed int4", 1.0),
     Goal(8, TOKENS, "DeepSpeed int8", 1.0),
 )
+
+
+_NO_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table and leave it as JSON; 1 if this package computes something wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="about how long to time each group")
+    parser.add_argument(
+        "--seconds", type=measure.positive, default=5.0, help="about how long to time each group"
+    )
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument(
+        "--dense-bf16", action="store_true", help="only what is beside dense bf16, printed as JSON, not kept"
+    )
     options = parser.parse_args(arguments)
+    if options.dense_bf16:
+        goals = [goal for goal in GOALS if goal.beside == "dense bf16"]
+        print(json.dumps(measure_goals(goals, options.seconds)["records"]))
+        return 0
     try:
         path = results.new_file(options.results, "cpu-goals", "cpu")
     except ValueError as error:
         parser.error(str(error))
-    records: list[dict[str, Any]] = []
-    cases = [(shape, tokens) for shape in SHAPES for tokens in TOKENS]
-    built: dict[tuple[tuple[int, int], str], list[nn.Module]] = {}
-    titles = [f"{shape[0]}x{shape[1]}, {tokens} tokens" for shape, tokens in cases]
-    for (shape, tokens), _ in zip(cases, measure.progress(titles, "goals"), strict=True):
-        for num_bits in (4, 8):
-            names = [g.beside for g in GOALS if g.num_bits == num_bits and tokens in g.tokens]
-            names = [name for name in dict.fromkeys(names) if _provider(name).unavailable("cpu") is None]
-            ours = f"woq_triton int{num_bits}"
-            calls = {}
-            for name in (ours, *names):
-                if (shape, name) not in built:
-                    built[shape, name] = _copies(_provider(name), shape, num_bits)
-                dtype = _provider(name).dtype
-                x = _problem(shape, num_bits).tokens(tokens, dtype)
-                calls[name] = measure.rotating(built[shape, name], x)
-            medians = measure.interleaved_medians(calls, options.seconds)
-            records += _records(shape, tokens, num_bits, ours, medians)
-        if tokens == TOKENS[-1]:
-            built.clear()
-    body = {"records": records, "memory": memory(), "least_ratios": _least(records)}
+    body = measure_goals(GOALS, options.seconds)
+    body["memory"] = memory()
+    body["ceilings"] = {
+        "read_bytes_per_second": measure.read_bandwidth(),
+        "fp32_flops_per_second": measure.matrix_rate("cpu", torch.float32),
+    }
+    body["without_bf16_instructions"] = _without_bf16(options.seconds)
     results.write(path, "cpu-goals", "cpu", body)
     print(table(body))
     print(f"\n{path}")
     return 0
+
+
+def measure_goals(goals: Sequence[Goal], seconds: float) -> dict[str, Any]:
+    """The ratio of each goal, and every layer's own time and bytes."""
+    records: list[dict[str, Any]] = []
+    timings: list[dict[str, Any]] = []
+    tokens_of_goals = sorted({tokens for goal in goals for tokens in goal.tokens})
+    cases = [(shape, tokens) for shape in SHAPES for tokens in tokens_of_goals]
+    built: dict[tuple[tuple[int, int], str], list[nn.Module]] = {}
+    titles = [f"{shape[0]}x{shape[1]}, {tokens} tokens" for shape, tokens in cases]
+    for (shape, tokens), _ in zip(cases, measure.progress(titles, "goals"), strict=True):
+        for num_bits in (4, 8):
+            chosen = [goal for goal in goals if goal.num_bits == num_bits and tokens in goal.tokens]
+            if not chosen:
+                continue
+            ours = f"woq_triton int{num_bits}"
+            names = [ours, *dict.fromkeys(goal.beside for goal in chosen)]
+            if num_bits == 4 and tokens <= 16:
+                names.append(ALONE)
+            calls = {}
+            for name in names:
+                if _provider(name).unavailable("cpu") is not None:
+                    continue
+                if (shape, name) not in built:
+                    built[shape, name] = _copies(_provider(name), shape, num_bits)
+                x = _problem(shape, num_bits).tokens(tokens, _provider(name).dtype)
+                calls[name] = measure.rotating(built[shape, name], x)
+            medians = measure.interleaved_medians(calls, seconds)
+            records += _records(chosen, shape, tokens, num_bits, ours, medians)
+            timings += [
+                {
+                    "shape": list(shape),
+                    "tokens": tokens,
+                    "beside": ours,
+                    "provider": name,
+                    "bytes": held_bytes(built[shape, name][0]),
+                    "seconds": median,
+                }
+                for name, median in medians.items()
+            ]
+        if tokens == tokens_of_goals[-1]:
+            built.clear()
+    return {"records": records, "timings": timings, "least_ratios": _least(records)}
+
+
+def _without_bf16(seconds: float) -> list[dict[str, Any]] | None:
+    """The goals beside dense bf16 where oneDNN must not use bf16 instructions; None where there are none."""
+    if not multiplies_bf16():
+        return None
+    command = [sys.executable, "-m", "benchmarks.cpu_goals", "--dense-bf16", "--seconds", str(seconds)]
+    done = subprocess.run(command, env={**os.environ, **_NO_BF16}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command[1:])} failed")
+    records: list[dict[str, Any]] = json.loads(done.stdout)
+    return records
 
 
 def _provider(name: str) -> Provider:
@@ -100,11 +161,16 @@ def _copies(chosen: Provider, shape: tuple[int, int], num_bits: int) -> list[nn.
 
 
 def _records(
-    shape: tuple[int, int], tokens: int, num_bits: int, ours: str, medians: dict[str, float]
+    goals: Sequence[Goal],
+    shape: tuple[int, int],
+    tokens: int,
+    num_bits: int,
+    ours: str,
+    medians: dict[str, float],
 ) -> list[dict[str, Any]]:
     records = []
-    for goal in GOALS:
-        if goal.num_bits == num_bits and tokens in goal.tokens and goal.beside in medians:
+    for goal in goals:
+        if goal.beside in medians:
             ratio = medians[goal.beside] / medians[ours]
             records.append(
                 {
@@ -151,30 +217,6 @@ def memory(layers: int = 8, size: int = 4096) -> dict[str, int]:
         "resident_quantized": quantized - start,
         "resident_after_use": measure.resident_bytes() - start,
     }
-
-
-def table(body: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "| weight | tokens | beside | this package | the other | ratio | goal | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for record in body["records"]:
-        shape = "×".join(map(str, record["shape"]))
-        lines.append(
-            f"| int{record['num_bits']} {shape} | {record['tokens']} | {record['beside']} "
-            f"| {1e3 * record['seconds']:.2f} ms | {1e3 * record['beside_seconds']:.2f} ms "
-            f"| {record['ratio']:.2f} | {record['goal']:g} | {'met' if record['met'] else 'missed'} |"
-        )
-    sizes = {name: f"{value / 2**20:.0f} MiB" for name, value in body["memory"].items()}
-    lines += [
-        "",
-        f"Memory of the process above its start, eight layers of 4096×4096: {sizes['resident_dense']} dense "
-        f"({sizes['dense_weight_bytes']} of weights), {sizes['resident_quantized']} quantized to int4 "
-        f"({sizes['quantized_weight_bytes']} of weights), {sizes['resident_after_use']} after products with "
-        "1, 16 and 128 tokens.",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

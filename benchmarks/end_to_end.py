@@ -30,12 +30,14 @@ SETTINGS = {"num_bits": 4, "group_size": 128, "group_dim": 1, "symmetric": False
 def main(arguments: list[str] | None = None) -> int:
     """Measure and leave the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
-    parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the model")
-    parser.add_argument("--layers", type=int, default=16, help="its layers")
-    parser.add_argument("--steps", type=int, default=6, help="decoding steps a batch")
+    parser.add_argument("--tp", type=measure.positive_int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--hidden", type=measure.positive_int, default=2048, help="hidden size of the model")
+    parser.add_argument("--layers", type=measure.positive_int, default=16, help="its layers")
+    parser.add_argument("--steps", type=measure.positive_int, default=6, help="decoding steps a batch")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder for the results")
     options = parser.parse_args(arguments)
+    if options.hidden % 256:
+        parser.error(f"argument --hidden: {options.hidden} is no multiple of 256, four heads of 64")
     try:
         path = results.new_file(options.results, "end-to-end", "cpu")
     except ValueError as error:

@@ -4,10 +4,12 @@ Each call gets another copy of its weight, in turn, together larger than the las
 too, a layer's weight is read once a token and has left the cache before the next.
 """
 
+import argparse
 import copy
 import ctypes
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -71,8 +73,8 @@ def rotating(modules: list[nn.Module], x: Tensor) -> Call:
     return call
 
 
-def rounds_for(call: Call, seconds: float, least: int = 5, most: int = 300) -> int:
-    """Rounds of a call that fit the time, after it was warmed up."""
+def rounds_for(call: Call, seconds: float, least: int = 3, most: int = 300) -> int:
+    """Rounds of a call that fit the time; warms it up."""
     call()
     start = time.perf_counter()
     call()
@@ -165,6 +167,12 @@ def copy_bandwidth(device: str, seconds: float = 1.0) -> float:
     return 2 * size / best
 
 
+def read_bandwidth(seconds: float = 1.0) -> float:
+    """Bytes a second at which a CPU sums a tensor far larger than its caches: the ceiling for one token."""
+    source = torch.zeros(8 * last_level_cache("cpu") // 4)
+    return source.nbytes / interleaved_medians({"sum": source.sum}, seconds)["sum"]
+
+
 def matrix_rate(device: str, dtype: torch.dtype, seconds: float = 1.0) -> float:
     """Floating-point operations a second of a large square product: the ceiling for many tokens."""
     size = 8192 if device == "cuda" else 2048
@@ -180,6 +188,24 @@ def resident_bytes() -> int:
         ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def positive(text: str) -> float:
+    """A positive number, as an option of a script."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A positive whole number, as an option of a script."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 def progress(items: list[str], title: str) -> Iterator[str]:

@@ -113,8 +113,13 @@ def _hqq(weight: Tensor, problem: Problem) -> nn.Module:
     return layer
 
 
-for _bits in (4, 8):
-    provider(f"HQQ int{_bits}", _bits, needs=("hqq",), note="its torch backend: dequantize, multiply")(_hqq)
+provider("HQQ int4", 4, needs=("hqq",), note="its torch backend: dequantize, multiply")(_hqq)
+provider(
+    "HQQ int8",
+    8,
+    needs=("hqq",),
+    note="it rounds zero points, near 128, to bf16: whole groups are up to half a code off",
+)(_hqq)
 
 
 def _quanto(weight: Tensor, problem: Problem) -> nn.Module:

@@ -183,11 +183,13 @@ def _machine(environment: dict[str, Any]) -> str:
 
 
 def _left_out(body: dict[str, Any]) -> str:
-    if not body["left_out"]:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in body["left_out"].items():
+        by_reason.setdefault(reason, []).append(name)
+    if not by_reason:
         return ""
-    return (
-        "Not measured: " + "; ".join(f"{name} ({reason})" for name, reason in body["left_out"].items()) + "."
-    )
+    lines = [f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return "\n".join(["Not measured:", "", *lines])
 
 
 def _milliseconds(seconds: float) -> str:

@@ -19,7 +19,7 @@ def _built(chosen: Provider, problem: Problem, device: str) -> tuple[list[nn.Mod
     module = make(chosen, problem, device)
     wrong = check(chosen, module, problem, device)
     if wrong:
-        return [], held_bytes(module), wrong
+        return [], held_bytes(module), f"{wrong}; {chosen.note}" if chosen.note else wrong
     copies = measure.copies_of(module, device, lambda: make(chosen, problem, device))
     return copies, held_bytes(module), None
 
@@ -40,7 +40,7 @@ def test_linear(case: tuple[Problem, Provider, int], run: Run, benchmark: Any) -
         pytest.skip(wrong)
     x = problem.tokens(tokens, chosen.dtype).to(run.device)
     call, products = measure.timed_call(modules, x, run.device)
-    benchmark.pedantic(call, rounds=measure.rounds_for(call, run.seconds), warmup_rounds=1)
+    benchmark.pedantic(call, rounds=measure.rounds_for(call, run.seconds))
     times = [seconds / products for seconds in benchmark.stats.stats.data]
     quartiles = statistics.quantiles(times, n=4)
     run.records.append(

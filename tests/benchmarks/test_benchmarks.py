@@ -50,6 +50,11 @@ def run_suite(*options):
         (("--tp", "0"), "tp is 0, but must be at least 1"),
         (("--tp", "100000"), "use fewer ranks"),
         (("--providers", "cublas"), "--providers cublas matches none of dense bf16"),
+        (("--providers", "GemLite"), "GemLite int4, missing: runs on cuda only"),
+        (
+            ("--providers", "int8", "--bits", "4"),
+            "nothing to measure: no provider that was asked for is here and has",
+        ),
         (("--seconds", "0"), "--seconds is 0.0, but must be positive"),
         (("--device", "tpu"), "--device is 'tpu'"),
         (("--results", str(ROOT / "LICENSE" / "here")), "cannot be written to (Not a directory)"),
@@ -230,7 +235,7 @@ def test_the_report_goes_between_its_marks_and_says_what_is_missing(tmp_path, bo
     assert "old" not in text
     assert "| woq_triton int4 | 1.0 | **1.00** | 12.5 |" in text
     assert "| dense bf16 | 1.0 | 4.00 | **9.00** |" in text
-    assert "Not measured: GemLite int4 (missing: runs on cuda only)." in text
+    assert "Not measured:\n\n- GemLite int4: missing: runs on cuda only\n" in text
     assert (tmp_path / "speed.png").stat().st_size > 5000
     assert (tmp_path / "roofline.png").stat().st_size > 5000
 
