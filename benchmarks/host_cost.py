@@ -24,13 +24,13 @@ import torch
 
 from benchmarks import results
 from tests import stub_cuda
-from tests.numerics import make_weight, make_x
-from woq_triton import QuantScheme, quantize
+from tests.numerics import make_x
 from woq_triton.backends import triton as backend
+from woq_triton_kernels.layout import packed_width
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- host cost: made by benchmarks/host_cost.py -->", "<!-- end of host cost -->"
-SHAPES = {"4096x4096, split-K": (4096, 4096), "28672x4096, no split-K": (28672, 4096)}
+SHAPES = ((4096, 4096), (65536, 4096))
 PARTS = {
     "op": "`torch.ops.woq_triton.linear`, all of it",
     "dispatcher": "of it torch's dispatcher: an op of the same schema that does nothing",
@@ -71,9 +71,11 @@ def identity_op() -> Callable[..., object]:
 
 def measure(shape: tuple[int, int], stub: stub_cuda.Stub, rounds: int, repeats: int) -> dict[str, Any]:
     """All figures of one problem at M = 1."""
-    qweight = quantize(make_weight(*shape, dtype=DTYPE), QuantScheme(4, 128))
-    x = make_x(1, shape[1], dtype=DTYPE)
-    arguments = (x, qweight.packed, qweight.scale, qweight.min, None, *qweight.op_scheme)
+    (N, K), group_size = shape, 128
+    packed = torch.zeros(N, packed_width(K, 4), dtype=torch.int16)
+    scale = torch.ones(N, K // group_size, dtype=DTYPE)
+    x = make_x(1, K, dtype=DTYPE)
+    arguments = (x, packed, scale, scale.clone(), None, 4, group_size, 1, N, K)
     op, nothing = torch.ops.woq_triton.linear.default, identity_op()
     out = op(*arguments)
     launch, _ = backend._fused(*arguments[:5], out, *arguments[5:8])
@@ -83,7 +85,7 @@ def measure(shape: tuple[int, int], stub: stub_cuda.Stub, rounds: int, repeats: 
         "op": lambda: op(*arguments),
         "dispatcher": lambda: nothing(*arguments),
         "backend": lambda: backend.linear(*arguments),
-        "output": lambda: x.new_empty((1, shape[0])),
+        "output": lambda: x.new_empty((1, N)),
         "launcher": lambda: handle.send(launch.programs, stream, pointers),
         "kernel[grid]": launch.run,
     }
@@ -99,12 +101,16 @@ def table(found: dict[str, Any]) -> str:
     """The results for the README."""
     environment = found["environment"]
     where = f"{environment['device']}, Python {environment['python']}"
+    names = [
+        "×".join(map(str, problem["shape"])) + (", split-K" if problem["splits"] > 1 else ", no split-K")
+        for problem in found["problems"]
+    ]
     rows = [
-        f"| microseconds of CPU time, M = 1, {where} | " + " | ".join(found["problems"]) + " |",
-        "| --- " * (1 + len(found["problems"])) + "|",
+        f"| microseconds of CPU time, M = 1, {where} | " + " | ".join(names) + " |",
+        "| --- " * (1 + len(names)) + "|",
     ]
     for name, text in PARTS.items():
-        times = [problem["microseconds"][name] for problem in found["problems"].values()]
+        times = [problem["microseconds"][name] for problem in found["problems"]]
         rows.append(f"| {text} | " + " | ".join(f"{value:.1f}" for value in times) + " |")
     return "\n".join(rows)
 
@@ -126,9 +132,7 @@ def main() -> int:
     try:
         path = results.new_file(options.results, "host-cost", "cpu")
         with stub_cuda.active(90) as stub:
-            problems = {
-                name: measure(shape, stub, options.rounds, options.repeats) for name, shape in SHAPES.items()
-            }
+            problems = [measure(shape, stub, options.rounds, options.repeats) for shape in SHAPES]
         rest = {"rounds": options.rounds, "repeats": options.repeats, "problems": problems}
         results.write(path, "host-cost", "cpu", rest)
         text = table({**rest, "environment": results.environment("cpu")})
