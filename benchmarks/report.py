@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from benchmarks import cpu_goals, end_to_end, results
 
@@ -110,21 +111,31 @@ def plot_speed(body: dict[str, Any], path: Path) -> Path:
                 if r["provider"] == name and (layer, r["tokens"]) in base
             )
             if points:
-                axis.plot(*zip(*points, strict=True), label=name, **styles[name])
+                axis.plot(*zip(*points, strict=True), label=_family(name), **styles[name])
         axis.axhline(1, color="black", linewidth=1, linestyle=":")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         ticks = sorted({r["tokens"] for r in shown})
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.grid(alpha=0.3, which="both")
         axis.set_title(f"{layer}, int{bits}")
         axis.set_xlabel("tokens (rows of x)")
-        axis.legend(fontsize=7, ncols=2)
     for axis in list(axes.flat)[len(panels) :]:
         axis.remove()
     for axis in axes[:, 0]:
         axis.set_ylabel(f"speed-up over {_BASELINE}")
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    shown_families = [family for family in families if family in lines]
+    figure.legend(
+        [lines[family] for family in shown_families],
+        shown_families,
+        loc="outside lower center",
+        ncols=4 if columns > 1 else 2,
+        fontsize=9,
+    )
     figure.suptitle(f"Linear layers on {_machine(body['environment'])}")
     return _save(figure, path)
 
@@ -140,9 +151,12 @@ def plot_roofline(body: dict[str, Any], path: Path) -> Path:
             for r in records
             if r["provider"] == name
         )
-        axis.plot(*zip(*points, strict=True), label=name, **_style(index, name))
+        axis.plot(*zip(*points, strict=True), label=name, **_style(index, name) | {"linestyle": "none"})
     axis.axhline(100, color="black", linewidth=1, linestyle=":")
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     axis.set_xlabel("weights in the layer, N × K (millions)")
     axis.set_ylabel("% of the roofline at 1 token")
     axis.set_ylim(bottom=0)
@@ -199,7 +213,7 @@ def _milliseconds(seconds: float) -> str:
 
 def _family(provider: str) -> str:
     """A provider's name without its width: the same line in every panel."""
-    return re.sub(r" (int4|int8|nf4)|(?<=torch int)[48]", "", provider)
+    return re.sub(r" (int4|int8|nf4)(?=,|$)", "", re.sub(r"int[48]pack", "packed op", provider))
 
 
 def _style(index: int, name: str) -> dict[str, Any]:

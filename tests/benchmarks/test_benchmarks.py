@@ -241,6 +241,15 @@ def test_the_report_goes_between_its_marks_and_says_what_is_missing(tmp_path, bo
 
 
 @needs_matplotlib
+def test_a_provider_has_one_line_for_both_widths():
+    from benchmarks import report
+
+    families = {report._family(provider.name) for provider in PROVIDERS}
+    assert {"woq_triton", "woq_triton, canonical codes", "torch packed op", "bitsandbytes"} <= families
+    assert not [family for family in families if re.search("int[48]|nf4", family)]
+
+
+@needs_matplotlib
 def test_the_report_refuses_a_page_without_marks_and_a_folder_without_results(tmp_path, capsys, body):
     from benchmarks import report
 
