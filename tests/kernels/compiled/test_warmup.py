@@ -63,9 +63,9 @@ def triton_serves_the_cpu() -> Iterator[stub_cuda.Stub]:
             serve.cache_clear()
 
 
-def warm_and_run(max_tokens, sizes):
+def warm_and_run(max_tokens, sizes, model=None):
     """Warm a model up and call it: the report, names compiled, handles prepared, and what calls used."""
-    model, names = make_model(), []
+    model, names = model or make_model(), []
     with triton_serves_the_cpu() as stub, pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name))
         report = woq_triton.warmup(model, max_tokens, progress=False)
@@ -94,6 +94,25 @@ def test_it_prepares_no_more_than_max_tokens_need():
     few, *_ = warm_and_run(4, range(1, 5))
     many, *_ = warm_and_run(64, (1, 9, 33, 64))
     assert few.kernels < many.kernels
+
+
+def test_every_block_of_a_dense_product_is_prepared():
+    """Last blocks of another height, groups within and across blocks, metadata rows off alignment."""
+    shapes = [(200, 64, 0, 96), (203, 99, 0, 16)]
+    layers = [
+        woq_triton.QuantizedLinear.from_linear(
+            nn.Linear(K, N, dtype=torch.bfloat16), woq_triton.QuantScheme(4, size, dim)
+        )
+        for N, K, dim, size in shapes
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "DENSE_BYTES", 64 * 64 * 2)
+        for layer in layers:
+            ids = woq_triton.QuantizedEmbedding.from_embedding(
+                nn.Embedding(VOCABULARY, layer.in_features, dtype=torch.bfloat16), SCHEME
+            )
+            many = FUSED_MAX_M + 3
+            warm_and_run(many, (many,), nn.Sequential(ids, layer))
 
 
 def test_it_launches_nothing_and_makes_scratch():
