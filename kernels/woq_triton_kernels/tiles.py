@@ -110,7 +110,8 @@ class _Arch:
         subnormal: Whether the matrix unit is known to keep fp16 subnormals.
         decode_m: Smallest block_m of the decode kernel.
         decode_stages: Its load pipeline's depth.
-        tensor_memory: Whether products of four warps and more pass through tensor memory.
+        matrix: Its matrix instructions: "mma" with operands in registers; "wgmma" and "tcgen05", which take
+            activations from shared memory; "mfma"; "" if not known.
     """
 
     processors: int
@@ -119,29 +120,29 @@ class _Arch:
     subnormal: bool
     decode_m: int
     decode_stages: int
-    tensor_memory: bool = False
+    matrix: str
 
 
-def _nvidia(processors: int, tensor_memory: bool = False) -> _Arch:
-    return _Arch(processors, 4, "ptx", True, 8, 4, tensor_memory)
+def _nvidia(processors: int, matrix: str = "mma") -> _Arch:
+    return _Arch(processors, 4, "ptx", True, 8, 4, matrix)
 
 
 def _amd(processors: int, subnormal: bool) -> _Arch:
-    return _Arch(processors, 4, "gcn", subnormal, 16, 2)
+    return _Arch(processors, 4, "gcn", subnormal, 16, 2, "mfma")
 
 
 _ARCHS = {
     "sm_80": _nvidia(108),
     "sm_86": _nvidia(84),
     "sm_89": _nvidia(142),
-    "sm_90": _nvidia(132),
-    "sm_100": _nvidia(148, tensor_memory=True),
+    "sm_90": _nvidia(132, "wgmma"),
+    "sm_100": _nvidia(148, "tcgen05"),
     "sm_120": _nvidia(188),
     "gfx90a": _amd(110, False),
     "gfx942": _amd(304, True),
     "gfx950": _amd(256, True),
 }
-_OTHER = _Arch(108, 4, "plain", False, 16, 2)
+_OTHER = _Arch(108, 4, "plain", False, 16, 2, "")
 
 
 def _known(arch: str) -> _Arch:
@@ -263,6 +264,10 @@ def pick_split(
     return min(range(1, max(1, most) + 1), key=cost)
 
 
+_WIDE_TILES = {"mma": (64, 256, 8), "wgmma": (128, 128, 8), "tcgen05": (64, 128, 4), "mfma": (64, 128, 4)}
+"""block_m, block_n and num_warps for more than 64 rows, without spills and within tensor memory."""
+
+
 def _pick_gemm(
     M: int,
     N: int,
@@ -278,22 +283,29 @@ def _pick_gemm(
     The answer is the same for all M of a `bucket`, so that one compiled kernel serves them.
     """
     rows = bucket(M)
-    elsewhere = facts.unpack != "ptx"  # has no fast way to scale weights
     spans = group_dim == 1 and grain(size) >= 32
-    block_m, block_n = min(max(rows, 32), 64 if elsewhere or facts.tensor_memory else 128), 128
-    if elsewhere and not (spans and grain(size) == 128):
-        block_m = 32
-    if dtype == torch.float32:
-        block_m, block_n = 32, 64
-    cheap = 4 * block_m <= grain(size) or (2 * block_m <= grain(size) and not facts.tensor_memory)
-    scale_on = "accumulator" if spans and (cheap or elsewhere or dtype == torch.float32) else "weights"
-    if elsewhere and group_dim == 0 and size % block_n == 0:
-        scale_on = "x"
-    num_warps = 8 if block_m == 128 or (block_m == 64 and scale_on == "accumulator") else 4
-    if facts.tensor_memory and scale_on == "accumulator" and dtype != torch.float32:
-        block_n, num_warps = 64, 2  # two warps multiply registers, more go through tensor memory
+    stages = 3 if facts.unpack == "ptx" else 2
+    if dtype == torch.float32 or not facts.matrix:
+        block_m, block_n, num_warps = 32, 64, 4
+    elif rows <= 64 and facts.matrix == "tcgen05":
+        block_m, block_n, num_warps = max(32, rows), 64, 2  # two warps multiply registers, as with mma
+    elif rows <= 32:
+        block_m, block_n, num_warps = 32, 128, 4
+    elif rows <= 64 and facts.matrix != "mfma":
+        block_m, block_n, num_warps = 64, 128, 4
+    else:
+        block_m, block_n, num_warps = _WIDE_TILES[facts.matrix]
+    if facts.unpack != "ptx" or dtype == torch.float32:  # scaling weights is slow there
+        scale_on = "accumulator" if spans else "x" if group_dim == 0 and size % block_n == 0 else "weights"
+        block_m = block_m if grain(size) == 128 else 32
+    else:
+        scale_on = "accumulator" if spans and 4 * block_m <= grain(size) else "weights"
+    if group_dim == 0 and size % block_n and block_n > 128:
+        block_m, block_n, num_warps = 64, 128, 4
+    if group_dim == 0 and size % block_n and scale_on == "weights":
+        stages = 2  # scale and min are tiles as large as the weights', which shared memory has to hold
     while block_n > 32 and block_n >= 2 * N:
-        block_n //= 2
+        block_n, num_warps = block_n // 2, num_warps // 2 if num_warps > 4 else num_warps
     split_k = 1
     if M <= rows:
         tiles, cost = -(-rows // block_m) * -(-N // block_n), min(block_m / 32, 1.0)
@@ -305,7 +317,7 @@ def _pick_gemm(
         step=1,
         split_k=split_k,
         num_warps=num_warps,
-        num_stages=3 if facts.unpack == "ptx" else 2,
+        num_stages=stages,
         scale_on=scale_on,
         unpack=facts.unpack,
         subnormal=facts.subnormal and dtype == torch.float16,
