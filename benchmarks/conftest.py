@@ -169,8 +169,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.pluginmanager.register(Bar())
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write what was measured; an interrupted run leaves what it has."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write what was measured; an interrupted run leaves what it has, and says so."""
     run = session.config.stash[_RUN]
     if not run.records:
         return
@@ -181,6 +181,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     }
     notes = {chosen.name: chosen.note for chosen in run.providers if chosen.note}
     body = {"ceilings": ceilings, "records": run.records, "left_out": run.left_out, "notes": notes}
+    body["interrupted"] = exitstatus == pytest.ExitCode.INTERRUPTED
     results.write(run.path, run.kind, run.device, body)
 
 

@@ -200,9 +200,11 @@ def _left_out(body: dict[str, Any]) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in body["left_out"].items():
         by_reason.setdefault(reason, []).append(name)
-    if not by_reason:
-        return ""
     lines = [f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    if body.get("interrupted"):
+        lines.append("- what is not in the tables: the run was interrupted")
+    if not lines:
+        return ""
     return "\n".join(["Not measured:", "", *lines])
 
 

@@ -1,5 +1,6 @@
 """Results as JSON files, with the environment they come from. A file is never overwritten."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -7,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,18 @@ def new_file(folder: Path, kind: str, device: str) -> Path:
 
 
 def write(path: Path, kind: str, device: str, body: dict[str, Any]) -> None:
-    """Write results beside the environment, whole or not at all."""
+    """Write results beside the environment, whole or not at all; ends the program if that fails."""
     text = json.dumps({"kind": kind, "environment": environment(device), **body}, indent=1, allow_nan=False)
     partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        print(text)
+        sys.exit(f"results cannot be written to {path} ({error.strerror}); they are printed instead")
 
 
 def latest(folder: Path, kind: str) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,27 @@ def test_the_report_goes_between_its_marks_and_says_what_is_missing(tmp_path, bo
     assert "Not measured:\n\n- GemLite int4: missing: runs on cuda only\n" in text
     assert (tmp_path / "speed.png").stat().st_size > 5000
     assert (tmp_path / "roofline.png").stat().st_size > 5000
+
+
+@needs_matplotlib
+def test_a_table_of_an_interrupted_run_says_so(body):
+    from benchmarks import report
+
+    assert "interrupted" not in report._left_out(body)
+    assert report._left_out(body | {"interrupted": True}).endswith("the run was interrupted")
+    assert report._left_out(body | {"left_out": {}}) == ""
+
+
+def test_what_an_interrupted_run_measured_is_kept_and_marked(tmp_path, monkeypatch):
+    run = conftest.Run(Options("--device", "cpu", "--results", str(tmp_path)))
+    run.records.append(record("dense bf16", 1, 1e-3, 16))
+    for ceiling in ("copy_bandwidth", "matrix_rate"):
+        monkeypatch.setattr(measure, ceiling, lambda *arguments: 1e9)
+    session = SimpleNamespace(config=SimpleNamespace(stash={conftest._RUN: run}))
+    conftest.pytest_sessionfinish(session, pytest.ExitCode.INTERRUPTED)
+    kept = results.latest(tmp_path, "linear")
+    assert kept["records"] == run.records
+    assert kept["interrupted"] is True
 
 
 @needs_matplotlib

@@ -91,3 +91,16 @@ def test_a_whole_model_is_measured_and_its_memory_stated(tmp_path, capsys):
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table[:4]}) == 1
     assert "GiB of it before the model is loaded" in text
+
+
+def test_results_that_cannot_be_written_are_printed(tmp_path, capsys):
+    earlier = tmp_path / "results" / "linear-x-20260101-000000.json"
+    path = results.new_file(tmp_path / "results", "linear", "cpu")
+    earlier.write_text("{}")
+    results.write(path, "linear", "cpu", {"records": [1]})
+    path.with_suffix(".partial").mkdir()  # root may write to any folder, but not to a folder itself
+    with pytest.raises(SystemExit, match="they are printed instead"):
+        results.write(path, "linear", "cpu", {"records": [2]})
+    assert json.loads(capsys.readouterr().out)["records"] == [2]
+    assert json.loads(path.read_text())["records"] == [1]
+    assert earlier.read_text() == "{}"
