@@ -77,10 +77,11 @@ host-cost: $(STAMP)
 	$(BIN)/python -m benchmarks.host_cost
 
 # Triton 3.6 replaces the pinned one after the installation: torch's CUDA build would not resolve with it.
+# Its interpreter takes arrays of one element for numbers, which numpy ended in 2.4.
 $(TRITON36)/.installed: pyproject.toml constraints.txt
 	test -x $(TRITON36)/bin/python || $(PYTHON) -m venv $(TRITON36)
 	$(TRITON36)/bin/python -m pip install -c constraints.txt -e '.[autotp,test]'
-	$(TRITON36)/bin/python -m pip install --no-deps triton==3.6.0
+	$(TRITON36)/bin/python -m pip install --no-deps triton==3.6.0 'numpy<2.4'
 	@touch $@
 
 test-triton36: $(TRITON36)/.installed

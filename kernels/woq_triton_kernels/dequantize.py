@@ -51,7 +51,7 @@ def _dequantize_kernel(
             0, rows, k, start, K, last_group, GROUP_SIZE, GROUP_DIM, False, LENGTH, EVEN_K
         )
         scale, minimum = load_at(scale_ptr, offsets), load_at(min_ptr, offsets)
-        weights = scaled_weights(words, scale, minimum, plane, NUM_BITS)
+        weights = scaled_weights(words, scale, minimum, min_ptr is None, plane, NUM_BITS)
         # There is no error to raise from here: an id outside the table must not pass for a token.
         weights = tl.where(known[:, None], weights, float("nan"))
         ptrs = out_ptr + (m * K)[:, None] + k[None, :]

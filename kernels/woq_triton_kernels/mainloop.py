@@ -73,9 +73,9 @@ def unit_at(index, plane, length, span, grain):
 
 @triton.jit
 def unit_column(rows, first, second, unit: tl.constexpr, UNITS: tl.constexpr):
-    """`unit_of` in the dtype of its pointers `rows`, as ``[BLOCK_N, 1]``; None if those are None."""
+    """`unit_of` in the dtype of its pointers `rows`, as ``[BLOCK_N, 1]``; 0 if those are None."""
     if rows is None:
-        return None
+        return 0.0
     else:
         return unit_of(first, second, unit, UNITS).to(rows.dtype.element_ty)[:, None]
 
@@ -361,9 +361,10 @@ def accumulate_weights(
                     )
                     scale, minimum = load_at(scale_ptr, offsets), load_at(min_ptr, offsets)
                 if HALF:
-                    weights = half_weights(words, scale, minimum, plane, NUM_BITS)
+                    weights = half_weights(words, scale, minimum, min_ptr is None, plane, NUM_BITS)
                 else:
-                    weights = round_to(scaled_weights(words, scale, minimum, plane, NUM_BITS), DTYPE)
+                    weights = scaled_weights(words, scale, minimum, min_ptr is None, plane, NUM_BITS)
+                    weights = round_to(weights, DTYPE)
                 acc = dot(weights, xt, acc)
         scale_0, scale_2, min_0, min_2 = next_scale_0, next_scale_2, next_min_0, next_min_2
     return acc

@@ -59,26 +59,29 @@ def metadata_offsets(
 
 @triton.jit
 def load_at(ptr, offsets):
-    """Metadata at offsets from `metadata_offsets`, or None if there is none."""
+    """Metadata at offsets from `metadata_offsets`; 0 if there is none."""
     if ptr is None:
-        return None
+        return 0.0
     else:
         return tl.load(ptr + offsets)
 
 
 @triton.jit
-def scaled_weights(words, scale, minimum, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
+def scaled_weights(
+    words, scale, minimum, SYMMETRIC: tl.constexpr, PLANE: tl.constexpr, NUM_BITS: tl.constexpr
+):
     """Weights of one plane in fp32.
 
     Args:
         words: int16 ``[rows, columns]``.
         scale: Of a float dtype, as words or 1 in a dimension where they share it.
-        minimum: As scale, or None.
+        minimum: As scale.
+        SYMMETRIC: There is no minimum.
         PLANE: Which plane.
         NUM_BITS: 4 or 8.
     """
     codes = codes_f32(words, PLANE, NUM_BITS)
-    if minimum is None:
+    if SYMMETRIC:
         return (codes - 2 ** (NUM_BITS - 1)) * scale.to(tl.float32)
     else:
         return codes * scale.to(tl.float32) + minimum.to(tl.float32)
@@ -120,11 +123,10 @@ def half_asm(plane, num_bits, dtype, symmetric):
 
 
 @triton.jit
-def half_weights(words, scale, minimum, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
+def half_weights(words, scale, minimum, SYMMETRIC: tl.constexpr, PLANE: tl.constexpr, NUM_BITS: tl.constexpr):
     """Weights of one plane in the dtype of scale, fp16 or bf16; arguments as in `scaled_weights`."""
     DTYPE: tl.constexpr = scale.dtype
     SHIFT: tl.constexpr = half_shift(PLANE, NUM_BITS, DTYPE)
-    SYMMETRIC: tl.constexpr = minimum is None
     ASM: tl.constexpr = half_asm(PLANE, NUM_BITS, DTYPE, SYMMETRIC)
     shifted = shift_words(words, SHIFT, "ptx")
     if SYMMETRIC:
