@@ -54,6 +54,22 @@ def test_a_weight_that_cannot_be_quantized_makes_every_rank_raise_at_the_end(ran
     assert results[0]["hooks left"] == 0
 
 
+@pytest.mark.parametrize(
+    ("family", "lost", "said"),
+    [
+        ("gemma", "", "gave no value to 6 parameters, such as 'model.embed_tokens.weight'"),
+        ("llama", "model.norm.weight", "gave no value to 1 parameters, such as 'model.norm.weight'"),
+        ("llama", "lm_head.weight", "no weight for the head"),
+    ],
+)
+def test_a_parameter_that_deepspeed_does_not_load_is_an_error(
+    family: str, lost: str, said: str, tmp_path: Path
+) -> None:
+    for kind, message in ranks.run(2, f"{ROOMS}.loading:policy_with_a_gap", family, lost, str(tmp_path)):
+        assert kind == "ValueError"
+        assert said in message
+
+
 def test_a_block_without_an_engine_is_an_error() -> None:
     import woq_triton.autotp
     from tests.autotp.cases import config

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject.layers import TensorParallel_Layer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -22,15 +21,13 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from woq_triton import model as _model
+from woq_triton.autotp.loading import CheckpointLoading
 from woq_triton.autotp.quantize import CONVERTERS, quantize_model
 from woq_triton.autotp.ranks import Ranks
 from woq_triton.config import parse_config
 from woq_triton.modules import QuantizedModule
 from woq_triton.quantize import check_values
 from woq_triton.report import QuantizationReport
-
-_HEADS = ("lm_head", "embed_out")
-"""Last part of the names under which AutoTP finds a model's head."""
 
 
 class ReplacePolicy:
@@ -67,8 +64,7 @@ class ReplacePolicy:
         self._layers: list[QuantizedModule] = []
         self._table: nn.Module | None = None
         self._error: Exception | None = None
-        self._heads: set[int] = set()
-        self._loads = False
+        self._loading: CheckpointLoading | None = None
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "ReplacePolicy":
@@ -93,15 +89,19 @@ class ReplacePolicy:
         while self._handles:
             self._handles.pop().remove()
         self._names.clear()
-        self._heads.clear()
         if error is not None:
+            if self._loading is not None and isinstance(error, NotImplementedError):
+                self._loading.finish()  # torch says no more than that something has no value
+            if self._error is not None and isinstance(error, Exception):
+                raise self._error from error  # what went wrong first
             return
         if self._root is None:
             raise RuntimeError("no DeepSpeed inference engine was made inside the ReplacePolicy block")
-        for module in self._root.modules():
-            weight = module._parameters.get("weight")
-            if isinstance(weight, _HeadWeight):
-                module.weight = nn.Parameter(weight.data, requires_grad=False)
+        if self._loading is not None:
+            try:
+                self._loading.finish()
+            except ValueError as missing:
+                self._error = self._error or missing
         for layer in self._layers:
             # It described the dense shard, and was needed only as long as AutoTP went on.
             vars(layer.packed).pop(DS_AUTOTP_UC_META, None)
@@ -126,27 +126,15 @@ class ReplacePolicy:
             self._error = self._error or error
             return None
 
-    def _loaded(self, owner: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+    def _loaded(self, owner: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """What torch calls before it registers a parameter; the one returned takes its place."""
-        if weight is None or weight.is_meta or id(owner) not in self._names:
+        if self._loading is None or parameter is None or parameter.is_meta:
             return None
-        before = owner._parameters.get(name)
-        if weight.dim() < 2 and before is not None and self._loads:
-            # DeepSpeed takes norms and biases as they lie in the file, and keeps all of it mapped by them.
-            return nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-        if name != "weight" or id(owner) not in self._heads:
+        try:
+            return self._loading.registered(owner, name, parameter)
+        except ValueError as error:
+            self._error = self._error or error
             return None
-        if not weight.is_floating_point():
-            self._error = self._error or ValueError(
-                "the checkpoint has no weight for the head, which the model's config does not tie to the "
-                "embedding; set tie_word_embeddings=True, or use quantize_model on the finished engine"
-            )
-            return None
-        if isinstance(before, _HeadWeight) and before.asked_for_clone:
-            # It is being sharded now. DeepSpeed goes on to hold the parameter from before; not its memory.
-            before.data = torch.empty(0, dtype=before.dtype, device=before.device)
-            return None
-        return _HeadWeight(weight.data, requires_grad=weight.requires_grad)
 
     def _start(self, root: nn.Module) -> None:
         if self._root is not None:
@@ -155,13 +143,9 @@ class ReplacePolicy:
             )
         self._root = root
         self._names = {id(module): name for name, module in root.named_modules()}
-        self._loads = any(parameter.is_meta for parameter in root.parameters())
         self._table = _table_to_load(root)
-        self._heads = {
-            id(module)
-            for name, module in root.named_modules()
-            if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear) and module.weight.is_meta
-        }
+        if any(parameter.is_meta for parameter in root.parameters()):
+            self._loading = CheckpointLoading(root)
 
     def _quantize_table(self, dense: nn.Module) -> None:
         """Quantize the input embedding as soon as it is loaded, before the head needs as much again."""
@@ -196,21 +180,6 @@ class ReplacePolicy:
         if planned.conversion.release is not None:
             planned.conversion.release()
         return module
-
-
-class _HeadWeight(nn.Parameter):
-    """The weight of a head that waits to be sharded, of which no copy is made first.
-
-    AutoTP clones a head before it cuts it, so that an embedding with the same weight stays whole, and
-    keeps the original until it is done. But a shard is a copy, and cutting it writes to no weight.
-    """
-
-    asked_for_clone = False
-
-    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The weight itself."""
-        self.asked_for_clone = True
-        return self
 
 
 def _table_to_load(root: nn.Module) -> nn.Module | None:
