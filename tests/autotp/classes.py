@@ -47,7 +47,11 @@ def layer_classes(group_dim: int, num_bits: int) -> dict[str, Any]:
             "unsharded": layers.LinearLayer(linear(192, 300), None, **options),
             "plain_table": layers.EmbeddingLayer(weight=nn.Parameter(torch.randn(300, 192))),
             "deferred": layers.LinearLayer(linear(192, 300), group, **options),
+            # These two take heads from several places; the second cannot have a bias in DeepSpeed.
+            "yuan_column": layers.Yuan_LinearLayer(linear(192, 256), group, **options),
+            "yuan_row": layers.Yuan_LinearAllreduce(linear(256, 192, False), group, **options),
             "conv": layers.Conv_LinearALlreduce(linear(192, 192, False), group, **options),
+            "conv_column": layers.conv_LinearLayer(linear(192, 192, False), group, **options),
         }
         made["deferred"].defer_collectives_to_compiler = True
         return nn.ModuleDict(made).requires_grad_(False)
@@ -61,8 +65,9 @@ def layer_classes(group_dim: int, num_bits: int) -> dict[str, Any]:
             width = 192
         return layer(torch.randn(2, 7, width, generator=generator))
 
+    refused = ("conv", "conv_column", "deferred")
     quantized, dense = make(), make()
-    before = {name: apply(layer, name) for name, layer in dense.items() if name not in ("conv", "deferred")}
+    before = {name: apply(layer, name) for name, layer in dense.items() if name not in refused}
     report = woq_triton.quantize_model(quantized, config(group_dim=group_dim, num_bits=num_bits))
     put_dequantized(quantized, dense, report)
     try:

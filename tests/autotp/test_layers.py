@@ -16,9 +16,11 @@ def test_every_layer_class_computes_what_its_dequantized_twin_does(group_dim: in
         assert result["tied"]
         assert result["vocab"] == [300, True]
         assert result["overlap"] < 1e-5
-        assert result["skipped"].keys() == {"conv", "deferred"}
+        assert result["skipped"].keys() == {"conv", "conv_column", "deferred"}
         assert "quantize before compiling" in result["skipped"]["deferred"]
         assert "DeepSpeed's Conv_LinearALlreduce" in result["skipped"]["conv"]
+        assert "DeepSpeed's conv_LinearLayer" in result["skipped"]["conv_column"]
+        assert {"Yuan_LinearLayer", "Yuan_LinearAllreduce"} <= result["classes"]
 
 
 def test_a_model_sharded_by_a_partition_config() -> None:
