@@ -76,6 +76,20 @@ def test_memory_that_is_no_files_keeps_its_values():
     assert torch.equal(weight, copy)
 
 
+def test_where_pages_cannot_be_told_apart_they_stay(weights, monkeypatch):
+    path, loaded, originals = weights
+    loaded["a"][1000, 1000] = originals["a"][1000, 1000] = 7.0
+
+    def refuse(*arguments):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pread", refuse)
+    drop_pages(loaded["a"])
+    drop_files(loaded.values())
+    assert resident(path) >= 16 * MIB
+    assert torch.equal(loaded["a"], originals["a"])
+
+
 def test_a_file_goes_as_a_whole_also_what_no_tensor_holds_any_more(weights):
     path, loaded, originals = weights
     del loaded["a"]

@@ -5,8 +5,8 @@ stays, keeps that mapping, and with it every page that was ever read: those of w
 and those of weights that AutoTP cut shards from. Such pages can be dropped, as the file still has them: a
 tensor that is used after all is read again. Pages that were written to are not the file's any more, and stay.
 
-This is for Linux, which tells the two apart in /proc/self/pagemap (admin-guide/mm/pagemap); elsewhere nothing
-happens.
+This is for Linux, which tells the two apart in /proc/self/pagemap (admin-guide/mm/pagemap); elsewhere, or where
+that cannot be read, nothing happens.
 """
 
 import ctypes
@@ -14,9 +14,12 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+_LINUX = sys.platform == "linux"
 
 _CHUNK = 2 << 20
 """Bytes that are dropped together, or not."""
@@ -32,22 +35,20 @@ def drop_pages(tensor: Tensor) -> None:
         tensor: On any device; contiguous, or the transpose of what is.
     """
     contiguous = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
-    if _can_drop() and tensor.device.type == "cpu" and contiguous:
-        _drop(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+    if _LINUX and tensor.device.type == "cpu" and contiguous:
+        with suppress(OSError):
+            _drop(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def drop_files(tensors: Iterable[Tensor]) -> None:
     """Drop every page of the files in whose mappings tensors lie; those in use are read again."""
     places = [tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu"]
-    if not _can_drop():
+    if not _LINUX:
         return
-    for start, stop in _mapped_files():
-        if any(start <= place < stop for place in places):
-            _drop(start, stop)
-
-
-def _can_drop() -> bool:
-    return sys.platform == "linux" and os.access("/proc/self/pagemap", os.R_OK)
+    with suppress(OSError):
+        for start, stop in _mapped_files():
+            if any(start <= place < stop for place in places):
+                _drop(start, stop)
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
