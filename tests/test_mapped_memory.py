@@ -86,7 +86,7 @@ def test_where_pages_cannot_be_told_apart_they_stay(weights, monkeypatch):
     monkeypatch.setattr(os, "pread", refuse)
     drop_pages(loaded["a"])
     drop_files(loaded.values())
-    assert resident(path) >= 16 * MIB
+    assert resident(path) > 12 * MIB  # writing to a huge page unmaps the rest of it
     assert torch.equal(loaded["a"], originals["a"])
 
 

@@ -5,8 +5,8 @@ stays, keeps that mapping, and with it every page that was ever read: those of w
 and those of weights that AutoTP cut shards from. Such pages can be dropped, as the file still has them: a
 tensor that is used after all is read again. Pages that were written to are not the file's any more, and stay.
 
-This is for Linux, which tells the two apart in /proc/self/pagemap (admin-guide/mm/pagemap); elsewhere, or where
-that cannot be read, nothing happens.
+This is for Linux, which tells the two apart in /proc/self/pagemap (admin-guide/mm/pagemap). Elsewhere, and
+where that cannot be read, nothing happens.
 """
 
 import ctypes
