@@ -94,7 +94,7 @@ def test_gemm_tiles_cover_ragged_m_and_n(num_bits, dtype, block_m, block_n, M, N
 def test_unpack_styles_agree_with_fp64(unpack, subnormal, group_dim, group_size, mean):
     for num_bits, dtype in itertools.product((4, 8), (FP16, BF16)):
         problem = make_problem(2, 64, 256, QuantScheme(num_bits, group_size, group_dim), dtype, mean=mean)
-        style = {"unpack": unpack, "subnormal": subnormal and dtype == FP16}
+        style = {"unpack": unpack, "subnormal": subnormal}
         check(problem, forced(problem, "sm_90", **style))
 
 
