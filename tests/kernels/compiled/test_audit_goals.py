@@ -21,7 +21,11 @@ PROBLEMS = {
     "bf16 int4 g32": Problem(4, 5120, 25600, 4, 32, 1, "bfloat16"),
     "bf16 int8 channel": Problem(1, 14336, 4096, 8, -1, 1, "bfloat16"),
     "fp16 int8 g128 M16": Problem(16, 4096, 4096, 8, 128, 1, "float16"),
+    "bf16 int8 g32 M16": Problem(16, 4096, 4096, 8, 32, 1, "bfloat16"),
     "bf16 int4 dim0": Problem(1, 4096, 4096, 4, 128, 0, "bfloat16"),
+    "bf16 int4 dim0 g32 M16": Problem(16, 8192, 8192, 4, 32, 0, "bfloat16"),
+    "bf16 int8 dim0 g32": Problem(1, 8192, 8192, 8, 32, 0, "bfloat16"),
+    "fp16 int8 dim0 g32 M16": Problem(16, 4096, 4096, 8, 32, 0, "float16"),
 }
 
 DOZEN = [(arch, name) for arch in ("sm_80", "sm_90") for name in PROBLEMS]
