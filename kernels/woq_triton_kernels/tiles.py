@@ -306,10 +306,16 @@ def _pick_gemm(
         block_m = block_m if grain(size) == 128 else 32
     else:
         scale_on = "accumulator" if spans and 4 * block_m <= grain(size) else "weights"
-    if group_dim == 0 and size % block_n and block_n > 128:
-        block_m, block_n, num_warps = 64, 128, 4
+        if facts.matrix == "tcgen05" and size == 0:
+            scale_on = "weights"  # two warps have no registers left for sums over all of K
     if group_dim == 0 and size % block_n and scale_on == "weights":
-        stages = 2  # scale and min are tiles as large as the weights', which shared memory has to hold
+        # Scale and min are tiles as large as the weights', which shared memory and registers have to hold.
+        stages = 2
+        if facts.matrix in ("tcgen05", "mfma"):
+            block_n, num_warps = 64, 2
+        elif block_n > 128:
+            block_m, block_n, num_warps = 64, 128, 4
+            stages = 2 if size % block_n else 3
     while block_n > 32 and block_n >= 2 * N:
         block_n, num_warps = block_n // 2, num_warps // 2 if num_warps > 4 else num_warps
     split_k = 1
