@@ -284,7 +284,7 @@ def _pick_gemm(
     facts: _Arch,
     processors: int | None,
 ) -> TileConfig:
-    """Scale and min on the accumulator cost a share of block_m once a group, on weights a share of the group.
+    """On weights, scale and min cost the same for any block_m; on the accumulator a share of it, once a group.
 
     The answer is the same for all M of a `bucket`, so that one compiled kernel serves them.
     """
@@ -301,13 +301,10 @@ def _pick_gemm(
         block_m, block_n, num_warps = 64, 128, 4
     else:
         block_m, block_n, num_warps = _WIDE_TILES[facts.matrix]
+    scale_on = "weights"
     if facts.unpack != "ptx" or dtype == torch.float32:  # scaling weights is slow there
         scale_on = "accumulator" if spans else "x" if group_dim == 0 and size % block_n == 0 else "weights"
         block_m = block_m if grain(size) == 128 else 32
-    else:
-        scale_on = "accumulator" if spans and 4 * block_m <= grain(size) else "weights"
-        if facts.matrix == "tcgen05" and size == 0:
-            scale_on = "weights"  # two warps have no registers left for sums over all of K
     if group_dim == 0 and size % block_n and scale_on == "weights":
         # Scale and min are tiles as large as the weights', which shared memory and registers have to hold.
         stages = 2
