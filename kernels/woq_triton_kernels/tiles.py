@@ -284,7 +284,7 @@ def _pick_gemm(
     facts: _Arch,
     processors: int | None,
 ) -> TileConfig:
-    """On weights, scale and min cost the same for any block_m; on the accumulator a share of it, once a group.
+    """On weights, scale and min cost the same for any block_m; on the accumulator a share of it a group.
 
     The answer is the same for all M of a `bucket`, so that one compiled kernel serves them.
     """
