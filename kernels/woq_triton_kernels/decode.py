@@ -47,12 +47,12 @@ def _decode_kernel(
     EVEN_K: tl.constexpr,
 ):
     program = tl.program_id(0)
-    tile_n = program // splits if SPLIT_K else program
-    split = program % splits if SPLIT_K else 0
+    tile_n = program // splits
+    split = program % splits
     acc = accumulate_tile(
         x_ptr, packed_ptr, scale_ptr, min_ptr, 0, tile_n, split, splits, M, N, K, stride_xm,
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
-        BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
+        BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
     )  # fmt: skip
     finish_tile(
         acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tile_n, 0, tile_n, split, splits, M, N,

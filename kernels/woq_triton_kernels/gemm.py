@@ -63,7 +63,7 @@ def _gemm_kernel(
     acc = accumulate_tile(
         x_ptr, packed_ptr, scale_ptr, min_ptr, tile_m, tile_n, split, splits, M, N, K, stride_xm,
         NUM_BITS, GROUP_SIZE, GROUP_DIM, SCALE_ON, GRAIN, ROW_GROUP, SUBNORMAL, UNPACK,
-        BLOCK_M, BLOCK_N, STEP, SPLIT_K, SUM_ROWS, EVEN_K,
+        BLOCK_M, BLOCK_N, STEP, SUM_ROWS, EVEN_K,
     )  # fmt: skip
     finish_tile(
         acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tile, tile_m, tile_n, split, splits, M, N,

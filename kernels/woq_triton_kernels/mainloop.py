@@ -436,14 +436,14 @@ def accumulate_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
     """``out^T`` of one tile over one of `splits` parts of K, fp32 ``[BLOCK_N, BLOCK_M]``, without bias."""
     steps = tl.cdiv(K, STEP * 128)
-    first = split * steps // splits if SPLIT_K else 0
-    last = (split + 1) * steps // splits if SPLIT_K else steps
+    # Not known to be 0 for a single part either: the compiler would then compute each address anew.
+    first = split * steps // splits
+    last = (split + 1) * steps // splits
     m = tl.minimum(tile_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     x_rows = x_ptr + m * stride_xm
     first_n = (tile_n * BLOCK_N).to(tl.int64)
