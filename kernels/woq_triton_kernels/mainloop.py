@@ -25,10 +25,7 @@ import triton.language as tl
 from woq_triton_kernels.loads import load_metadata, load_row, load_words, load_x, plane_length
 from woq_triton_kernels.unpack import (
     INTERPRET,
-    LIFT,
     dot,
-    lift,
-    lifted,
     magic,
     norm,
     operand,
@@ -145,7 +142,7 @@ def accumulate_groups(
     SPANS: tl.constexpr = GRAIN // SPAN
     UNITS: tl.constexpr = STEP * 128 // GRAIN
     HALVES: tl.constexpr = plane_length(NUM_BITS) // SPAN
-    PARTS: tl.constexpr = parts(NUM_BITS, DTYPE, SUBNORMAL)
+    PARTS: tl.constexpr = parts(NUM_BITS, DTYPE)
     MAGIC: tl.constexpr = magic(NUM_BITS, DTYPE, SUBNORMAL)
     NORM: tl.constexpr = norm(NUM_BITS, DTYPE, SUBNORMAL)
     PARITY: tl.constexpr = split_parity(NUM_BITS, DTYPE, SUBNORMAL)
@@ -185,7 +182,7 @@ def accumulate_groups(
                 k = step * (STEP * 128) + halves_first(turn_span, HALVES) * SPAN + tl.arange(0, SPAN)
                 xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
                 sums = column_sums(xt, sums, SUM_FACTOR, ROWS)
-                xts = xts + (lift(xt, SUBNORMAL),)
+                xts = xts + (xt,)
             smaller = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             product = spread_rows(sums, BLOCK_N) if CENTRED else smaller
             for index in tl.static_range(SPANS * PARTS):
@@ -263,12 +260,11 @@ def accumulate_scaled_x(
     META: tl.constexpr = scale_row.dtype.element_ty
     LENGTH: tl.constexpr = plane_length(NUM_BITS)
     PLANES: tl.constexpr = 128 // LENGTH
-    PARTS: tl.constexpr = parts(NUM_BITS, DTYPE, SUBNORMAL)
+    PARTS: tl.constexpr = parts(NUM_BITS, DTYPE)
     MAGIC: tl.constexpr = magic(NUM_BITS, DTYPE, SUBNORMAL)
     NORM: tl.constexpr = norm(NUM_BITS, DTYPE, SUBNORMAL)
     PARITY: tl.constexpr = split_parity(NUM_BITS, DTYPE, SUBNORMAL)
     ZERO: tl.constexpr = 2 ** (NUM_BITS - 1)
-    UP: tl.constexpr = LIFT if lifted(DTYPE, SUBNORMAL) else 1.0
     # Products of x with metadata of its own half-precision dtype are exact in the matrix unit.
     EXACT: tl.constexpr = META == DTYPE and DTYPE != tl.float32
     ROWS: tl.constexpr = 1 if DTYPE == tl.float32 else SUM_ROWS
@@ -291,10 +287,10 @@ def accumulate_scaled_x(
                 xt = tl.trans(load_x(x_rows, k, K, EVEN_K))
                 scale = load_row(scale_row, k, K, EVEN_K)
                 if EXACT and not INTERPRET:
-                    scaled = xt * tl.trans(lift(scale, SUBNORMAL))
+                    scaled = xt * tl.trans(scale)
                 else:
-                    scaled = round_to(xt.to(tl.float32) * tl.trans(scale).to(tl.float32) * UP, DTYPE)
-                sums = column_sums(scaled, sums, -NORM / UP * (MAGIC + ZERO), ROWS)
+                    scaled = round_to(xt.to(tl.float32) * tl.trans(scale).to(tl.float32), DTYPE)
+                sums = column_sums(scaled, sums, -NORM * (MAGIC + ZERO), ROWS)
                 if min_row is not None:
                     minimum = load_row(min_row, k, K, EVEN_K)
                     if EXACT:

@@ -47,7 +47,7 @@ class TileConfig:
         num_stages: Depth of the load pipeline.
         scale_on: Where scale and min are applied: "accumulator", "x" or "weights".
         unpack: Instructions that unpack: "ptx", "gcn" or "plain".
-        subnormal: Whether half-precision operands are subnormals (see `woq_triton_kernels.unpack`).
+        subnormal: Whether fp16 operands are subnormals (see `woq_triton_kernels.unpack`).
     """
 
     kernel: str
@@ -108,7 +108,6 @@ class _Arch:
             to cover memory latency (at 24 KB of packed weights each), few enough for registers.
         unpack: As in `TileConfig`.
         subnormal: Whether the matrix unit is known to keep fp16 subnormals.
-        subnormal_bf16: Whether it is known to keep bf16 subnormals.
         decode_m: Smallest block_m of the decode kernel.
         decode_stages: Its load pipeline's depth.
         matrix: Its matrix instructions: "mma" with operands in registers; "wgmma" and "tcgen05", which take
@@ -119,18 +118,17 @@ class _Arch:
     resident: int
     unpack: str
     subnormal: bool
-    subnormal_bf16: bool
     decode_m: int
     decode_stages: int
     matrix: str
 
 
 def _nvidia(processors: int, matrix: str = "mma") -> _Arch:
-    return _Arch(processors, 4, "ptx", True, True, 8, 4, matrix)
+    return _Arch(processors, 4, "ptx", True, 8, 4, matrix)
 
 
 def _amd(processors: int, subnormal: bool) -> _Arch:
-    return _Arch(processors, 4, "gcn", subnormal, False, 16, 2, "mfma")
+    return _Arch(processors, 4, "gcn", subnormal, 16, 2, "mfma")
 
 
 _ARCHS = {
@@ -144,7 +142,7 @@ _ARCHS = {
     "gfx942": _amd(304, True),
     "gfx950": _amd(256, True),
 }
-_OTHER = _Arch(108, 4, "plain", False, False, 16, 2, "")
+_OTHER = _Arch(108, 4, "plain", False, 16, 2, "")
 
 
 def _known(arch: str) -> _Arch:
@@ -205,18 +203,17 @@ def _pick_decode(
     block_m = max(facts.decode_m, 8 if M <= 8 else 16)
     block_n = 64 if dtype == torch.float32 else 128
     halves = facts.unpack == "ptx" and dtype != torch.float32  # weights are scaled two to an instruction
-    subnormal = facts.subnormal and dtype == torch.float16
-    if dtype == torch.bfloat16 and num_bits == 8:
-        # One operand instead of two. At 4 bits there is one anyway, and lifting x would cost more.
-        subnormal = facts.subnormal_bf16
+    half_bf16 = halves and dtype == torch.bfloat16  # with one instruction, from the code's own bits
     if group_dim == 0:
-        # Scaling x costs a share of BLOCK_M, scaling pairs of weights does not: in bf16 one instruction each.
+        # Scaling x costs a share of BLOCK_M, scaling pairs of weights does not.
         same_rows = math.gcd(size, block_n) >= 16
-        on_weights = halves and (block_m > 8 or dtype == torch.bfloat16)
+        on_weights = half_bf16 or (halves and block_m > 8)
         scale_on = "x" if same_rows and not on_weights else "weights"
         block_n = math.gcd(size, block_n) if same_rows else block_n
     else:
-        scale_on = "accumulator" if grain(size) >= 32 else "weights"
+        # An 8-bit code is two operands in bf16 and one weight.
+        on_weights = half_bf16 and (num_bits == 8 or block_m > 8)
+        scale_on = "accumulator" if grain(size) >= 32 and not on_weights else "weights"
     while block_n > 16 and block_n >= 2 * N:
         block_n //= 2
     # Without a matrix unit, or with scale and min gathered for each weight, registers allow fewer rows.
@@ -225,7 +222,8 @@ def _pick_decode(
     # A step of 8-bit codes is twice as many bytes: fewer of them need to be in flight.
     resident = facts.resident if num_bits == 4 else facts.resident - 1
     stages = facts.decode_stages if num_bits == 4 else max(2, facts.decode_stages - 1)
-    if num_bits == 8 and (scale_on == "weights" or (grain(size) == 32 and block_m > 8)):
+    few_registers = num_bits == 8 and (scale_on == "weights" or (grain(size) == 32 and block_m > 8))
+    if few_registers or (group_dim == 0 and half_bf16):
         stages = 2  # The addresses of more would cost registers or instructions that are not there.
     elif num_bits == 4 and scale_on == "accumulator" and grain(size) == 32 and halves:
         stages += 1  # The compiler then arranges registers without spilling.
@@ -240,7 +238,7 @@ def _pick_decode(
         num_stages=stages,
         scale_on=scale_on,
         unpack=facts.unpack,
-        subnormal=subnormal,
+        subnormal=facts.subnormal and dtype == torch.float16,
     )
 
 

@@ -7,18 +7,12 @@ and setting a few exponent bits gives a float that is linear in the code, with n
     bf16, magic       0x4300 | code  (4 bits)   =  128 + q
     bf16, magic       0x4300 | (code & 0x7f)    =  128 + (q & 127)     the two parts of an 8-bit code,
                       0x4300 | (code & 0x80)    =  128 + (q & 128)     multiplied one after the other
-    fp16, subnormal   code in bits 3..0         = 2**-24 * q           no exponent at all: small
-                      code in bits 7..4         = 2**-20 * q           numbers are evenly spaced,
-    bf16, subnormal   code in bits 3..0         = 2**-133 * q          the codes are exact
-                      code in bits 7..4         = 2**-129 * q
+    fp16, subnormal   code in bits 3..0         = 2**-24 * q           no exponent at all: fp16
+                      code in bits 7..4         = 2**-20 * q           subnormals are exact
 
-The subnormal form needs no correction, half the shifts, and one part for 8 bits: in bf16 a code of 128 and
-more sets the lowest bit of the exponent, and the numbers there are still spaced by 2**-133. Products with
-such an operand would leave the range of fp32, so bf16 activations are lifted by `LIFT` first.
-
-Matrix units that keep subnormals take this form: NVIDIA's (Fasi et al., "Numerical behavior of NVIDIA
-tensor cores", 2021, A100, both types; Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", 2025,
-to B200) and in fp16 AMD's CDNA3; CDNA2's flush them.
+The subnormal form needs no correction and half the shifts. Matrix units that keep fp16 subnormals
+take it: NVIDIA's (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, to A100; Khattak and
+Mikaitis, "Accurate Models of NVIDIA Tensor Cores", 2025, to B200) and AMD's CDNA3; CDNA2's flush them.
 
 Every float here is exact. `magic`, `norm` and `split_parity` say how to get back to q.
 """
@@ -29,15 +23,11 @@ import triton.language as tl
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, which has no bf16 arithmetic."""
 
-LIFT = tl.constexpr(2.0**80)
-"""What bf16 activations are multiplied with where the operands are subnormals. An exact factor: it leaves
-activations up to 2**47 finite, and sums of products with metadata down to 2**-70 above fp32's subnormals."""
-
 
 @triton.constexpr_function
 def magic(num_bits, dtype, subnormal):
     """What a plane's operands hold beside the code, all parts together."""
-    if dtype == tl.float32 or subnormal:
+    if dtype == tl.float32 or (subnormal and dtype == tl.float16):
         return 0
     if dtype == tl.float16:
         return 1024
@@ -46,39 +36,32 @@ def magic(num_bits, dtype, subnormal):
 
 @triton.constexpr_function
 def norm(num_bits, dtype, subnormal):
-    """The power of two in which sums of operands times (lifted) activations are kept."""
-    if dtype == tl.float32 or not subnormal:
+    """The power of two in which sums of operands are kept."""
+    if dtype != tl.float16 or not subnormal:
         return 1.0
-    smallest = 2.0**-24 if dtype == tl.float16 else LIFT.value * 2.0**-133
-    return 16 * smallest if num_bits == 4 else smallest
+    return 2.0**-20 if num_bits == 4 else 2.0**-24
 
 
 @triton.constexpr_function
 def split_parity(num_bits, dtype, subnormal):
     """Whether operands of even planes are 16 times smaller than `norm` says."""
-    return num_bits == 4 and dtype != tl.float32 and subnormal
+    return num_bits == 4 and dtype == tl.float16 and subnormal
 
 
 @triton.constexpr_function
-def lifted(dtype, subnormal):
-    """Whether activations are multiplied with `LIFT`."""
-    return dtype == tl.bfloat16 and subnormal
-
-
-@triton.constexpr_function
-def parts(num_bits, dtype, subnormal):
+def parts(num_bits, dtype):
     """Operands that make up one plane, to be multiplied with the same activations and added."""
-    return 2 if num_bits == 8 and dtype == tl.bfloat16 and not subnormal else 1
+    return 2 if num_bits == 8 and dtype == tl.bfloat16 else 1
 
 
 @triton.constexpr_function
 def _field(plane, part, num_bits, dtype, subnormal):
     """Shift, mask and exponent bits of an operand."""
     if num_bits == 8:
-        if dtype == tl.bfloat16 and not subnormal:
+        if dtype == tl.bfloat16:
             return 8 * plane, (0x80 if part else 0x7F), 0x4300
         return 8 * plane, 0xFF, 0 if subnormal else 0x6400
-    if subnormal:
+    if subnormal and dtype == tl.float16:
         return 8 * (plane // 2), 0x0F << 4 * (plane % 2), 0
     return 4 * plane, 0x0F, 0x6400 if dtype == tl.float16 else 0x4300
 
@@ -176,7 +159,7 @@ def operand(
         PART: Which of the plane's `parts`.
         NUM_BITS: 4 or 8.
         DTYPE: The activations' dtype; fp32 operands are the codes themselves.
-        SUBNORMAL: Use the subnormal form.
+        SUBNORMAL: Use the subnormal form (fp16 only).
         UNPACK: "ptx" or "gcn" for two words an instruction, "plain" for what every target has.
     """
     if DTYPE == tl.float32:
@@ -201,29 +184,9 @@ def round_to(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def lift(xt, SUBNORMAL: tl.constexpr):
-    """Activations as the products take them: times `LIFT` if they are bf16 and the operands subnormals."""
-    if not lifted(xt.dtype, SUBNORMAL):
-        return xt
-    elif INTERPRET:
-        return round_to(xt.to(tl.float32) * LIFT, xt.dtype)
-    else:
-        return xt * tl.full((1, 1), LIFT, tl.float32).to(xt.dtype)
-
-
-@triton.jit
-def widen(value):
-    """A tensor in fp32. The interpreter gets bf16 subnormals wrong, their bits moved up are right."""
-    if INTERPRET and value.dtype == tl.bfloat16:
-        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return value.to(tl.float32)
-
-
-@triton.jit
 def dot(a, b, acc):
     """``acc + a @ b`` in fp32."""
     if INTERPRET:
-        return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
