@@ -175,11 +175,34 @@ def read_bandwidth(seconds: float = 1.0) -> float:
 
 def matrix_rate(device: str, dtype: torch.dtype, seconds: float = 1.0) -> float:
     """Floating-point operations a second of a large square product: the ceiling for many tokens."""
-    size = 8192 if device == "cuda" else 2048
+    if device == "cuda":
+        call, flops = _square_product(8192, dtype, device)
+        return flops / graph_median([call])
+    call, flops = _square_product(affordable_size(dtype), dtype)
+    return flops / interleaved_medians({"mm": call}, seconds)["mm"]
+
+
+def affordable_size(dtype: torch.dtype, most: int = 2048, seconds: float = 0.02) -> int:
+    """The smallest square product on a CPU, from 256 by doubling, that takes so long; at most `most`.
+
+    Without bf16 instructions torch may multiply bf16 at a thousandth of the fp32 rate: one product of
+    2048×2048 matrices then takes minutes.
+    """
+    size = 256
+    while size < most:
+        call, _ = _square_product(size, dtype)
+        call()
+        start = time.perf_counter()
+        call()
+        if time.perf_counter() - start >= seconds:
+            break
+        size *= 2
+    return size
+
+
+def _square_product(size: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Call, int]:
     a = torch.randn(size, size, device=device).to(dtype)
-    call = functools.partial(torch.mm, a, a)
-    best = graph_median([call]) if device == "cuda" else interleaved_medians({"mm": call}, seconds)["mm"]
-    return 2 * size**3 / best
+    return functools.partial(torch.mm, a, a), 2 * size**3
 
 
 def resident_bytes() -> int:

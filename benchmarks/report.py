@@ -183,10 +183,14 @@ def _where(environment: dict[str, Any], ceilings: dict[str, float]) -> str:
     return (
         f"Measured on {_machine(environment)} on {environment['date'][:10]} ({packages}). "
         f"Large copies reach {ceilings['copy_bytes_per_second'] / 1e9:.1f} GB/s there, products of square "
-        f"matrices {ceilings['bf16_flops_per_second'] / 1e9:.0f} GFLOP/s in bf16 and "
-        f"{ceilings['fp32_flops_per_second'] / 1e9:.0f} in fp32. "
+        f"matrices {_giga(ceilings['bf16_flops_per_second'])} GFLOP/s in bf16 and "
+        f"{_giga(ceilings['fp32_flops_per_second'])} in fp32. "
         + (f"Load average at the end {load[0]:.1f}." if load else "")
     )
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
 
 
 def _machine(environment: dict[str, Any]) -> str:

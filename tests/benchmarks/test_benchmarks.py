@@ -262,6 +262,12 @@ def test_what_an_interrupted_run_measured_is_kept_and_marked(tmp_path, monkeypat
     assert kept["interrupted"] is True
 
 
+@pytest.mark.parametrize(("seconds", "size"), [(0, 256), (float("inf"), 1024)])
+def test_the_product_that_gives_the_ceiling_is_as_large_as_its_time_allows(seconds, size):
+    assert measure.affordable_size(torch.float32, most=1024, seconds=seconds) == size
+    assert measure.matrix_rate("cpu", torch.float32, seconds=0.01) > 0
+
+
 @needs_matplotlib
 def test_a_provider_has_one_line_for_both_widths():
     from benchmarks import report
