@@ -59,7 +59,7 @@ $(BENCH)/.installed: $(STAMP) benchmarks/peers.txt
 	done
 	@touch $@
 
-# About eleven minutes on two cores that do nothing else; each part shows its own bar.
+# About ten minutes on two cores that do nothing else; each part shows its own bar.
 bench: $(BENCH)/.installed
 	@echo "1 of 5: linear layers beside their peers"
 	@$(BENCH)/bin/python -m pytest benchmarks -q --benchmark-enable --benchmark-quiet --seconds 0.5
