@@ -52,8 +52,8 @@ def _bounds(body: dict[str, Any]) -> list[str]:
         f"{smaller4:.1f} times smaller than the bf16 one, the int8 weight {smaller8:.1f} times: a greater "
         "ratio has to come from dense bf16 reading more slowly.",
         "",
-        f"At 16 tokens torch's int4 op multiplies in fp32, at {_rates(timings)} GFLOP/s of the {flops:.0f} "
-        "that a large fp32 product reaches; dense bf16 has bf16 instructions.",
+        f"At 16 tokens torch's int4 op multiplies in fp32, at {_rates(timings)} GFLOP/s; a large fp32 "
+        f"product reaches {flops:.0f}, and dense bf16 has bf16 instructions.",
         *_without_bf16(body["without_bf16_instructions"] or []),
     ]
 
