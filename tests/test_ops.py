@@ -163,6 +163,11 @@ def test_an_input_that_requires_grad_is_refused_when_compiled_as_well():
         ({"packed": torch.zeros(24, 64, dtype=torch.int32)}, ValueError, "packed is torch.int32"),
         ({"scale": torch.ones(24, 1)}, ValueError, r"scale is torch.float32 \(24, 1\), but must be float"),
         ({"scale": torch.ones(24, 2, dtype=torch.float64)}, ValueError, "scale is torch.float64"),
+        (
+            {"min": torch.ones(24, 2, dtype=torch.bfloat16)},
+            ValueError,
+            "min is torch.bfloat16, scale torch.fl",
+        ),
         ({"num_bits": 3}, ValueError, "no kernel for num_bits=3"),
         ({"group_size": 0}, ValueError, "group_size=0"),
         ({"group_dim": 2}, ValueError, "group_dim=2"),

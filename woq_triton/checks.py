@@ -44,6 +44,8 @@ def check_weight(
             raise ValueError(f"{name} is {meta.dtype} {tuple(meta.shape)}, but must be float {shape}")
         if meta.device != packed.device:
             raise ValueError(f"{name} is on {meta.device}, packed on {packed.device}; move them together")
+    if min is not None and min.dtype != scale.dtype:
+        raise ValueError(f"min is {min.dtype}, scale {scale.dtype}; give both one dtype")
     if out_dtype is not None and out_dtype not in WEIGHT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; ask for bfloat16, float16 or float32")
 

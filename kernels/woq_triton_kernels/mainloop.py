@@ -252,9 +252,9 @@ def accumulate_scaled_x(
         ``(q - z) * xs + min * x + z * scale * x``
 
     so that the rounding meets codes centred on 0, and every term with a code takes the same xs. Rounding
-    xs is like an error of a weight by at most 2**-11 (fp16; 2**-8 in bf16) of half its group's range,
-    with 8 bits 1/16 (1/2) of the step between codes: no more than the quantization, though not beside the
-    weights of a row that is a hundredth of its neighbours in the group.
+    xs in bf16 is like an error of a weight by at most 2**-8 of half its group's range, with 8 bits 1/2 of
+    the step between codes: no more than the quantization, though not beside the weights of a row that is a
+    hundredth of its neighbours in the group. `pick_tile` does not choose it in fp16, where xs underflows.
     """
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     META: tl.constexpr = scale_row.dtype.element_ty

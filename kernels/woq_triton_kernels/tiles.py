@@ -205,10 +205,10 @@ def _pick_decode(
     halves = facts.unpack == "ptx" and dtype != torch.float32  # weights are scaled two to an instruction
     half_bf16 = halves and dtype == torch.bfloat16  # with one instruction, from the code's own bits
     if group_dim == 0:
-        # Scaling x costs a share of BLOCK_M, scaling pairs of weights does not.
+        # Scaling pairs of weights costs the same for any BLOCK_M. x times an fp16 scale, often below 1e-4,
+        # would lose bits to underflow.
         same_rows = math.gcd(size, block_n) >= 16
-        on_weights = half_bf16 or (halves and block_m > 8)
-        scale_on = "x" if same_rows and not on_weights else "weights"
+        scale_on = "x" if same_rows and not halves and dtype != torch.float16 else "weights"
         block_n = math.gcd(size, block_n) if same_rows else block_n
     else:
         # An 8-bit code is two operands in bf16 and one weight.
@@ -284,7 +284,7 @@ def _pick_gemm(
 ) -> TileConfig:
     """On weights, scale and min cost the same for any block_m; on the accumulator a share of it a group.
 
-    The answer is the same for all M of a `bucket`, so that one compiled kernel serves them.
+    The answer is the same for all M up to 512 of a `bucket`, so that one compiled kernel serves them.
     """
     rows = bucket(M)
     spans = group_dim == 1 and grain(size) >= 32
@@ -301,13 +301,19 @@ def _pick_gemm(
         block_m, block_n, num_warps = _WIDE_TILES[facts.matrix]
     scale_on = "weights"
     if facts.unpack != "ptx" or dtype == torch.float32:  # scaling weights is slow there
-        scale_on = "accumulator" if spans else "x" if group_dim == 0 and size % block_n == 0 else "weights"
+        on_x = group_dim == 0 and size % block_n == 0 and dtype != torch.float16
+        scale_on = "accumulator" if spans else "x" if on_x else "weights"
         block_m = block_m if grain(size) == 128 else 32
     if group_dim == 0 and size % block_n and scale_on == "weights":
         # Scale and min are tiles as large as the weights', which shared memory and registers have to hold.
         stages = 2
-        if facts.matrix in ("tcgen05", "mfma"):
+        few_rows, narrow = rows <= 32 and dtype != torch.float32, math.gcd(size, 64)
+        if few_rows and narrow >= 32 and facts.matrix in ("mma", "tcgen05"):
+            block_n, num_warps = narrow, narrow // 32  # all weight rows of so narrow a tile share a group
+        elif facts.matrix in ("tcgen05", "mfma"):
             block_n, num_warps = 64, 2
+        elif few_rows and facts.matrix == "mma":
+            block_n, num_warps, stages = 64, 4, 3
         elif block_n > 128:
             block_m, block_n, num_warps = 64, 128, 4
             stages = 2 if size % block_n else 3

@@ -1,5 +1,6 @@
 """`woq-triton audit`: compile the kernels offline and count what they do for each weight."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +83,7 @@ def audit(
     loop per weight by what they are for, against what the chip can issue while memory delivers a weight.
     """
     try:
-        _check_choices(arch, num_bits, group_size, group_dim, dtype, [*(m or []), *(tp or [])])
+        _check_choices(arch, num_bits, group_size, group_dim, dtype, [*(m or []), *(tp or [])], jobs, output)
         shapes = [parse_shape(text) for text in shape or []]
         if not shapes or model:
             shapes += shapes_of(model or MODELS, tp or TENSOR_PARALLEL)
@@ -112,6 +113,9 @@ def audit(
         raise typer.Exit(1)
 
 
+_POWERS = ("block_m", "block_n", "step", "num_warps")
+
+
 def _progress(total: int) -> Any:
     from tqdm import tqdm
 
@@ -125,6 +129,8 @@ def _check_choices(
     group_dims: list[int] | None,
     dtypes: list[str] | None,
     counts: list[int],
+    jobs: int,
+    output: Path | None,
 ) -> None:
     allowed: list[tuple[str, list[Any] | None, tuple[Any, ...]]] = [
         ("--arch", archs, tuple(CHIPS)),
@@ -140,6 +146,10 @@ def _check_choices(
         raise AuditError("--group-size must be positive, or -1 for one group")
     if any(count < 1 for count in counts):
         raise AuditError("--m and --tp must be at least 1")
+    if jobs < 0:
+        raise AuditError("--jobs must be positive, or 0 for one a core")
+    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise AuditError(f"--output {output} cannot be written")
 
 
 def _changes(settings: list[str]) -> dict[str, Any]:
@@ -149,8 +159,15 @@ def _changes(settings: list[str]) -> dict[str, Any]:
         name, separator, value = setting.partition("=")
         if not separator:
             raise AuditError(f"--tile takes FIELD=VALUE, not {setting!r}")
-        number = value.lstrip("-")
+        if value.lstrip("-").isdigit() and (
+            int(value) < 1 or (name in _POWERS and int(value).bit_count() > 1)
+        ):
+            raise AuditError(
+                f"--tile {setting}: {name} must be a power of two"
+                if name in _POWERS
+                else f"--tile {setting}: {name} must be positive"
+            )
         changes[name] = {"true": True, "false": False}.get(
-            value.lower(), int(value) if number.isdigit() else value
+            value.lower(), int(value) if value.isdigit() else value
         )
     return changes

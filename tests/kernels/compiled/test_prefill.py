@@ -8,6 +8,9 @@ from woq_triton.audit.problems import Problem
 
 PROBLEMS = {
     "bf16 int4 g128 M32": Problem(32, 4096, 4096, 4, 128, 1, "bfloat16"),
+    # A tile of 128 rows, or two warps, spilled here.
+    "fp16 int4 dim0 g32 M32": Problem(32, 128256, 4096, 4, 32, 0, "float16"),
+    "bf16 int4 dim0 g32 M32": Problem(32, 128256, 4096, 4, 32, 0, "bfloat16"),
     "fp16 int8 g64 M64": Problem(64, 4096, 4096, 8, 64, 1, "float16"),
     "fp16 int4 g128 M256": Problem(256, 4096, 4096, 4, 128, 1, "float16"),
     # Scale and min of groups of fewer rows than a tile once took more shared memory than a chip has.

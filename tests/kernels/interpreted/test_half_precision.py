@@ -51,6 +51,21 @@ def test_the_size_of_bf16_activations_and_weights_does_not_matter(scale_on, fact
     assert relative_error(run(larger_w, config), problem.x.double() @ weight.T) < limit
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("group_dim", [0, 1])
+@pytest.mark.parametrize("M", [1, 8, 16, 40])
+def test_fp16_activations_and_weights_as_small_as_a_models_lose_nothing(M, group_dim, arch):
+    """A scale of 1e-4 times activations of 0.01 is below fp16's normal numbers."""
+    scheme = QuantScheme(8, 128, group_dim)
+    problem = make_problem(M, 128, 512, scheme, FP16)
+    factor = 1e-4 / problem.scale.float().median().item()
+    small = {name: getattr(problem, name) * factor for name in ("scale", "min")} | {"x": problem.x * 0.01}
+    weight = dense_weight(problem.packed, small["scale"], small["min"], scheme, problem.shape)
+    expected = small["x"].double() @ weight.T
+    out = run(Problem(**{**vars(problem), **small}), forced(problem, arch))
+    assert relative_error(out, expected) < ROUNDED[FP16]
+
+
 @pytest.mark.parametrize("scale_on", ["accumulator", "weights"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_what_is_not_finite_stays_in_its_row(dtype, scale_on):
