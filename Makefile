@@ -40,7 +40,7 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Hundreds of compilations an architecture, an hour on two cores; ARCHS=sm_90 takes less. Triton keeps them.
+# Hundreds of compilations an architecture, twenty minutes on two cores; ARCHS=sm_90 takes less. Triton keeps them.
 audit: $(STAMP)
 	@mkdir -p build
 	$(BIN)/woq-triton audit $(ARCHS:%=--arch %) --check --jobs $(WORKERS) --output build/audit.json
