@@ -121,8 +121,10 @@ def parse_shape(text: str) -> Problem:
         AuditError: It is not written so.
     """
     match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None or int(match[1]) == 0 or int(match[2]) == 0 or int(match[1]) * int(match[2]) >= 2**48:
+    if match is None or int(match[1]) == 0 or int(match[2]) == 0:
         raise AuditError(f"a shape is written OUTxIN, for instance 4096x11008, not {text!r}")
+    if int(match[1]) * int(match[2]) >= 2**48:
+        raise AuditError(f"shape {text} has 2**48 weights or more; give that of one layer")
     return Problem(1, int(match[1]), int(match[2]), name=text)
 
 

@@ -113,9 +113,6 @@ def audit(
         raise typer.Exit(1)
 
 
-_POWERS = ("block_m", "block_n", "step", "num_warps")
-
-
 def _progress(total: int) -> Any:
     from tqdm import tqdm
 
@@ -152,6 +149,10 @@ def _check_choices(
         raise AuditError(f"--output {output} cannot be written")
 
 
+_POWERS = ("block_m", "block_n", "step", "num_warps")
+_NUMBERS = (*_POWERS, "split_k", "num_stages")
+
+
 def _changes(settings: list[str]) -> dict[str, Any]:
     """``block_n=64`` and the like as a dict: numbers and booleans where they look so, else text."""
     changes: dict[str, Any] = {}
@@ -159,14 +160,10 @@ def _changes(settings: list[str]) -> dict[str, Any]:
         name, separator, value = setting.partition("=")
         if not separator:
             raise AuditError(f"--tile takes FIELD=VALUE, not {setting!r}")
-        if value.lstrip("-").isdigit() and (
-            int(value) < 1 or (name in _POWERS and int(value).bit_count() > 1)
-        ):
-            raise AuditError(
-                f"--tile {setting}: {name} must be a power of two"
-                if name in _POWERS
-                else f"--tile {setting}: {name} must be positive"
-            )
+        if name in _NUMBERS and not (value.isdigit() and int(value) > 0):
+            raise AuditError(f"--tile {setting}: {name} must be a positive number")
+        if name in _POWERS and int(value).bit_count() > 1:
+            raise AuditError(f"--tile {setting}: {name} must be a power of two")
         changes[name] = {"true": True, "false": False}.get(
             value.lower(), int(value) if value.isdigit() else value
         )

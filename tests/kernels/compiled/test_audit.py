@@ -176,6 +176,12 @@ def test_the_command_prints_a_table_and_json_with_every_field(tmp_path):
         (["--shape", "4096"], "OUTxIN"),
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--shape", "64x64", "--tile", "block_n"], "FIELD=VALUE"),
+        (["--shape", "64x64", "--tile", "block_n=0"], "block_n must be a positive number"),
+        (["--shape", "64x64", "--tile", "num_warps=-2"], "num_warps must be a positive number"),
+        (["--shape", "64x64", "--tile", "block_n=48"], "block_n must be a power of two"),
+        (["--shape", "99999999999x99999999999"], "2**48 weights or more"),
+        (["--shape", "64x64", "--jobs", "-1"], "--jobs must be positive"),
+        (["--shape", "64x64", "--output", "missing-folder/audit.json"], "cannot be written"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(arguments, words):
