@@ -58,9 +58,10 @@ def test_fp16_activations_and_weights_as_small_as_a_models_lose_nothing(M, group
     """A scale of 1e-4 times activations of 0.01 is below fp16's normal numbers."""
     scheme = QuantScheme(8, 128, group_dim)
     problem = make_problem(M, 128, 512, scheme, FP16)
-    factor = 1e-4 / problem.scale.float().median().item()
-    small = {name: getattr(problem, name) * factor for name in ("scale", "min")} | {"x": problem.x * 0.01}
-    weight = dense_weight(problem.packed, small["scale"], small["min"], scheme, problem.shape)
+    steps = 1 + torch.arange(problem.scale.numel()).view_as(problem.scale) % 7
+    scale = (steps * 3e-5).to(FP16)
+    small = {"x": make_x(M, 512, dtype=FP16, mean=0.0) * 0.01, "scale": scale, "min": scale * -124}
+    weight = dense_weight(problem.packed, scale, small["min"], scheme, problem.shape)
     expected = small["x"].double() @ weight.T
     out = run(Problem(**{**vars(problem), **small}), forced(problem, arch))
     assert relative_error(out, expected) < ROUNDED[FP16]
