@@ -101,8 +101,8 @@ def policy_with_a_gap(name: str, lost: str, folder: str) -> tuple[str, str]:
     """Load a model from a file that lacks a weight, or whose modules DeepSpeed's loader does not all know."""
     write_checkpoint(name, 1, folder)
     torch.distributed.barrier()
-    (file,) = [os.path.join(folder, each) for each in os.listdir(folder)]
     if lost and torch.distributed.get_rank() == 0:
+        (file,) = [os.path.join(folder, each) for each in os.listdir(folder)]
         weights = {key: value.clone() for key, value in load_file(file).items() if key != lost}
         save_file(weights, file)
     torch.distributed.barrier()
