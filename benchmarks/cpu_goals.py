@@ -1,6 +1,7 @@
 """The goals of this package on a CPU, as ratios measured in one run: `python -m benchmarks.cpu_goals`.
 
-All layers of a ratio are timed in turn, call by call, so that a slow moment of the machine hits all alike.
+All layers of a ratio are timed in turn, so that a slow moment of the machine hits all alike, each call right
+after an untimed one of the same layer.
 Where the processor has bf16 instructions, the goals beside dense bf16 are measured once more in a process in
 which oneDNN, which multiplies for torch, must do without them: most CPUs lack them.
 """

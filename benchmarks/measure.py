@@ -84,16 +84,18 @@ def rounds_for(call: Call, seconds: float, least: int = 3, most: int = 300) -> i
 def interleaved_medians(calls: dict[str, Call], seconds: float) -> dict[str, float]:
     """Median seconds of each call, all taken in turn so that a slow moment of the machine hits all alike.
 
+    Each is timed right after an untimed call of its own: in a model, too, the layer before ran the same code.
+    What another call leaves behind, caches full of its code and threads asleep, is no part of a layer.
+
     Args:
         calls: What to time, by name.
         seconds: About how long it may take in all.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    rounds = rounds_for(lambda: [call() for call in calls.values()], seconds)
+    rounds = rounds_for(lambda: [call() for call in calls.values()], seconds / 2)
     for _ in range(rounds):
         for name, call in calls.items():
+            call()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)

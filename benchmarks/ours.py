@@ -89,9 +89,7 @@ class _TorchInt4(nn.Module):
         self.group_size = problem.scheme.group_size
         packed = torch._convert_weight_to_int4pack_for_cpu(qweight.codes().int(), 1)
         self.register_buffer("packed", packed)
-        self.register_buffer(
-            "metadata", cpu_int4.arrange_metadata(qweight.scale, qweight.min, self.group_size)[0]
-        )
+        self.register_buffer("metadata", cpu_int4.metadata(qweight.scale, qweight.min, self.group_size)[0])
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.numerics import DENSE_ROUNDING, KERNEL, ROUNDED, make_weight, make_x, relative_error
 from woq_triton import QuantizedEmbedding, QuantizedLinear, QuantScheme, linear, quantize, quantize_model
-from woq_triton.backends import cpu, cpu_int4, cpu_int8, cpu_packed
+from woq_triton.backends import cpu, cpu_int4, cpu_nibbles, cpu_packed
 from woq_triton.modules import rearrange_for_cpu
 from woq_triton_kernels import layout
 
@@ -27,9 +27,12 @@ FITTING = [
 ]
 """Schemes that a kernel serves in bf16, for a weight of 192 x 384."""
 
-needs_int4 = pytest.mark.skipif(cpu_int4.block_rows() == 0, reason="torch has no packed int4 kernel here")
+needs_int4 = pytest.mark.skipif(cpu_nibbles.block_rows() == 0, reason="torch has no packed int4 kernel here")
 needs_int8 = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch has no FBGEMM here"
+)
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="int8 planes need AVX-512"
 )
 pytestmark = [needs_int4, needs_int8]
 
@@ -76,8 +79,9 @@ def test_a_forward_changes_nothing_in_its_layer(num_bits, dtype, rearranged, tok
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_int8_bags_sum_in_fp32(group_size, mean):
-    layer = make_layer(QuantScheme(8, group_size))
+    layer = make_layer(QuantScheme(8, group_size), dtype=torch.float32)
     layer.rearrange()
+    assert layer.implementation == cpu_packed.BAGS
     x = make_x(3, 384, mean=mean)
     assert relative_error(layer(x), expected(x, layer)) < KERNEL[torch.float32]
 
@@ -88,6 +92,38 @@ def test_int4_groups_beyond_the_kernels_largest_are_exact(symmetric):
     assert layer.rearrange()
     x = make_x(2, 1024, dtype=torch.bfloat16)
     assert relative_error(layer(x), expected(x, layer)) < ROUNDED[x.dtype] + DENSE_ROUNDING[x.dtype]
+
+
+def skewed_layer(num_bits, in_features, group_size):
+    """An outlier in each group puts the zero point far above the other weights; its size differs by group."""
+    weight = 0.1 * make_x(64, in_features, seed=2) + 0.3
+    outliers = 10 ** (1 + make_x(64, in_features // group_size, seed=3).abs().clamp(max=1))
+    weight.unflatten(1, (-1, group_size))[:, :, 5] = outliers
+    dense = nn.Linear(in_features, 64, dtype=torch.bfloat16)
+    dense.weight.data = weight.bfloat16()
+    return QuantizedLinear.from_linear(dense, QuantScheme(num_bits, group_size))
+
+
+@pytest.mark.parametrize("num_bits", [4, pytest.param(8, marks=needs_avx512)])
+@pytest.mark.parametrize("in_features", [512, 2048, 4096])
+@pytest.mark.parametrize("group_size", [32, 128, 256])
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+def test_zero_points_that_bf16_cannot_hold_are_multiplied_exactly(num_bits, in_features, group_size, mean):
+    layer = skewed_layer(num_bits, in_features, group_size)
+    x = make_x(3, in_features, dtype=torch.bfloat16, mean=mean)
+    x.unflatten(1, (-1, group_size))[:, :, 5] = 0  # the outliers would hide everything else
+    exact = expected(x, layer)
+    assert layer.rearrange()
+    bound = ROUNDED[x.dtype] + DENSE_ROUNDING[x.dtype]
+    assert relative_error(layer(x), exact) < bound
+    if num_bits == 4:
+        scale_and_zero, _ = cpu_int4.metadata(layer.scale, layer.min, group_size)
+        codes = cpu_nibbles.arrange(layer.qweight.codes())
+        without = cpu_nibbles.multiply(x, codes, group_size, scale_and_zero) + layer.bias
+    else:
+        layer.scale_and_zero.chunk(2)[1][..., 1] = 0
+        without = layer(x)
+    assert relative_error(without, exact) > bound
 
 
 @pytest.mark.parametrize("scheme", FITTING, ids=str)
@@ -102,10 +138,10 @@ def test_any_layout_of_x_is_served(scheme):
         assert relative_error(out, expected(x, layer)) < ROUNDED[x.dtype] + DENSE_ROUNDING[x.dtype]
 
 
-@pytest.mark.parametrize("shape", [(192, 384), (640, 4096), (1376, 1024)])
+@pytest.mark.parametrize("shape", [(192, 384), (640, 4096), (640, 2048), (1376, 1024)])
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_rearranging_loses_no_bit_and_keeps_no_second_copy(shape, num_bits):
-    if num_bits == 4 and shape[0] % cpu_int4.block_rows():
+    if num_bits == 4 and shape[0] % cpu_nibbles.block_rows():
         pytest.skip("rows are not whole blocks")
     layer = make_layer(QuantScheme(num_bits, 128), *shape)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
@@ -113,8 +149,10 @@ def test_rearranging_loses_no_bit_and_keeps_no_second_copy(shape, num_bits):
     assert layer.rearrange()
     assert layer.packed.dtype == torch.uint8
     assert held_bytes(layer) == layer.nbytes + layer.bias.nbytes
-    # int4: a zero point and its rest a group, 4 of 68 bytes. int8: 8 bytes a row of at least 64 codes.
-    assert layer.nbytes <= nbytes * (1.06 if num_bits == 4 else 1.13)
+    # Of 68 bytes a group, a zero point takes 2, its rest 2 or a sixteenth of the codes and their scale, 2.25.
+    # int8: 6 of 132 bytes a group, or 8 bytes a row of at least 64 codes.
+    most = {cpu_packed.INT4: 1.1, cpu_packed.PLANES: 1.05, cpu_packed.BAGS: 1.13}
+    assert layer.nbytes <= nbytes * most[layer.implementation]
     after = layer.state_dict()
     assert list(after) == list(before)
     for name, tensor in before.items():
@@ -167,6 +205,20 @@ def test_casts_and_moves_keep_the_weight_and_rearrange_where_it_pays():
     layer.to("meta")
     assert layer.packed.dtype == torch.int16
     assert layer.packed.shape == packed.shape
+
+
+@needs_avx512
+def test_a_cast_changes_the_kernel_that_serves_int8():
+    layer, x = make_layer(QuantScheme(8, 64)), make_x(2, 384)
+    packed = layer.packed.clone()
+    layer.rearrange()
+    exact = expected(x, layer)
+    for dtype, kernel in ((torch.bfloat16, "PLANES"), (torch.float32, "BAGS"), (torch.bfloat16, "PLANES")):
+        layer.to(dtype)
+        assert layer.implementation == getattr(cpu_packed, kernel)
+        bound = ROUNDED[dtype] + DENSE_ROUNDING[dtype] + ROUNDED[torch.bfloat16]  # the bias was bf16 once
+        assert relative_error(layer(x.to(dtype)), exact) < bound
+        assert torch.equal(layer.qweight.packed, packed)
 
 
 def test_the_weight_reads_at_no_cost(monkeypatch):
@@ -248,7 +300,7 @@ def test_torch_accepts_the_private_op_and_compiles_the_layer(scheme):
     extra = (layer._buffers.get("scale_and_zero"), layer._buffers.get("zero_rest"))
     weight = (layer.packed, layer.scale, layer.min, *extra, layer.bias)
     torch.library.opcheck(
-        torch.ops.woq_triton.linear_rearranged.default, (x, *weight, layer._op_scheme[1], 384)
+        torch.ops.woq_triton.linear_rearranged.default, (x, *weight, *layer._op_scheme[:2], 384)
     )
     compiled = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
@@ -270,14 +322,17 @@ def test_a_bad_input_is_refused(x, error, message):
         layer(x)
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
-def test_restoring_undoes_arranging_for_any_codes(num_bits):
-    codes = torch.randint(0, 2**num_bits, (192, 640), dtype=torch.uint8)
-    packed = layout.pack(codes, num_bits)
-    if num_bits == 4:
-        assert torch.equal(cpu_int4.restore(cpu_int4.arrange(packed, 640)), packed)
-    else:
-        assert torch.equal(cpu_int8.restore(cpu_int8.arrange(packed, 640, 64), 192, 640, 64), packed)
+@pytest.mark.parametrize("kernel", [cpu_packed.INT4, cpu_packed.PLANES, cpu_packed.BAGS])
+@pytest.mark.parametrize("in_features", [640, 4096])
+def test_restoring_undoes_arranging_for_any_codes(kernel, in_features):
+    scheme, shape = QuantScheme(4 if kernel == cpu_packed.INT4 else 8, 64), (192, in_features)
+    codes = torch.randint(0, 2**scheme.num_bits, shape, dtype=torch.uint8)
+    packed = layout.pack(codes, scheme.num_bits)
+    scale, minimum = torch.rand(2, 192, in_features // 64).bfloat16()
+    rearranged = cpu_packed.rearrange(kernel, packed, scale, minimum, scheme, shape)
+    assert torch.equal(cpu_packed.restore(kernel, rearranged.codes, scheme, shape), packed)
+    assert torch.equal(rearranged.scale, scale)
+    assert torch.equal(rearranged.min, minimum)
 
 
 @pytest.mark.parametrize("fast_bf16", [True, False])
@@ -287,8 +342,7 @@ def test_restoring_undoes_arranging_for_any_codes(num_bits):
 def test_processors_with_and_without_bf16_products_agree(
     monkeypatch, fast_bf16, tokens, rearranged, num_bits
 ):
-    for module in (cpu, cpu_int4):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: fast_bf16)
     layer = make_layer(QuantScheme(num_bits, 64))
     if rearranged:
         layer.rearrange()

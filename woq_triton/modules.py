@@ -139,6 +139,7 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(qweight, weight_dtype)
         self.out_features, self.in_features = qweight.shape
         self._wants_rearranged = False
+        self._kernel: str | None = None
         # A Parameter of its own: DeepSpeed's carry references that keep the dense layer alive.
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -183,6 +184,7 @@ class QuantizedLinear(QuantizedModule):
                 self.min,
                 *(self._buffers.get(name) for name in _EXTRA),
                 bias,
+                op_scheme[0],
                 op_scheme[1],
                 op_scheme[4],
             )
@@ -206,22 +208,22 @@ class QuantizedLinear(QuantizedModule):
     @property
     def rearranged(self) -> bool:
         """Whether `packed` holds uint8 codes as `woq_triton.backends.cpu_packed` arranges them."""
-        return self.packed.dtype == torch.uint8
+        return self._kernel is not None
 
     @property
     def qweight(self) -> QuantizedWeight:
         """The quantized weight; its tensors are the layer's own, or canonical copies if rearranged."""
         qweight = super().qweight
-        if not self.rearranged:
+        if self._kernel is None:
             return qweight
-        packed = cpu_packed.restore(self.packed, self.scheme, self.weight_shape)
+        packed = cpu_packed.restore(self._kernel, self.packed, self.scheme, self.weight_shape)
         minimum = None if self.min is None else self.min.contiguous()
         return replace(qweight, packed=packed, scale=self.scale.contiguous(), min=minimum)
 
     @property
     def implementation(self) -> str:
         """What serves the layer, as reports show it."""
-        return cpu_packed.NAMES[self.scheme.num_bits] if self.rearranged else super().implementation
+        return self._kernel or super().implementation
 
     @property
     def nbytes(self) -> int:
@@ -233,27 +235,30 @@ class QuantizedLinear(QuantizedModule):
 
     def _settle_arrangement(self) -> bool:
         """Rearrange, or restore, according to where the layer is and what it is cast to."""
-        fits = self._wants_rearranged and cpu_packed.fits(
-            self.scheme, self.weight_shape, self.scale.dtype, self.weight_dtype, self.packed.device.type
-        )
-        if fits and not self.rearranged:
-            self._hold(
-                cpu_packed.rearrange(self.packed, self.scale, self.min, self.scheme, self.weight_shape)
+        kernel = None
+        if self._wants_rearranged:
+            kernel = cpu_packed.kernel_for(
+                self.scheme, self.weight_shape, self.scale.dtype, self.weight_dtype, self.packed.device.type
             )
-        elif not fits:
+        if kernel != self._kernel:
             self._restore()
+        if kernel is not None and not self.rearranged:
+            tensors = cpu_packed.rearrange(
+                kernel, self.packed, self.scale, self.min, self.scheme, self.weight_shape
+            )
+            self._hold(tensors, kernel)
         return self.rearranged
 
     def _restore(self) -> None:
         if self.rearranged:
             qweight = self.qweight
-            self._hold(cpu_packed.Rearranged(qweight.packed, qweight.scale, qweight.min))
+            self._hold(cpu_packed.Rearranged(qweight.packed, qweight.scale, qweight.min), None)
 
-    def _hold(self, tensors: cpu_packed.Rearranged) -> None:
+    def _hold(self, tensors: cpu_packed.Rearranged, kernel: str | None) -> None:
         # A new Parameter, so that whoever shares the old one keeps what it had.
         packed = nn.Parameter(tensors.codes, requires_grad=False)
         vars(packed).update(vars(self.packed))
-        self.packed = packed
+        self.packed, self._kernel = packed, kernel
         self.scale, self.min = tensors.scale, tensors.min
         for name, buffer in zip(_EXTRA, (tensors.scale_and_zero, tensors.zero_rest), strict=True):
             if name in self._buffers:
@@ -287,6 +292,7 @@ class QuantizedLinear(QuantizedModule):
             others = {name: buffer for name, buffer in self._buffers.items() if name not in _EXTRA}
             state["_buffers"] = {**others, **tensors}
             state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - set(_EXTRA)
+            state["_kernel"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ _SCHEMAS = {
 _REARRANGED = "linear_rearranged"
 _REARRANGED_SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? min, Tensor? scale_and_zero, Tensor? zero_rest, "
-    "Tensor? bias, int group_size, int in_features) -> Tensor"
+    "Tensor? bias, int num_bits, int group_size, int in_features) -> Tensor"
 )
 _DEVICE_OF_KEY = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": None}
 # Refused in the implementations of these devices instead: a Python function behind the Autograd key would
@@ -124,12 +124,13 @@ def _linear_rearranged(
     scale_and_zero: Tensor | None,
     zero_rest: Tensor | None,
     bias: Tensor | None,
+    num_bits: int,
     group_size: int,
     in_features: int,
 ) -> Tensor:
     """The private op of layers whose codes are in a CPU kernel's own arrangement."""
     check_x(x, codes, in_features)
-    return cpu_packed.linear(x, codes, scale, min, scale_and_zero, zero_rest, bias, group_size)
+    return cpu_packed.linear(x, codes, scale, min, scale_and_zero, zero_rest, bias, num_bits, group_size)
 
 
 def _fake_linear_rearranged(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> Tensor:

@@ -6,6 +6,7 @@ keeping their codes in an arrangement of torch's own kernels, see `woq_triton.ba
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -88,3 +89,41 @@ def multiply(tokens: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor)
         out.copy_(product)
     else:
         torch.add(product, bias, out=out)
+
+
+def multiply_blocks(
+    tokens: Tensor, weight_t: Callable[[slice], Tensor], out_features: int, grain: int, bias: Tensor | None
+) -> Tensor:
+    """``tokens @ weight.T + bias``, the weight made block after block: ``[M, out_features]`` in x's dtype.
+
+    Args:
+        tokens: ``[M, in_features]``, any float dtype.
+        weight_t: Makes some rows of the weight, transposed: fp32 ``[in_features, rows]``.
+        out_features: Rows of the weight.
+        grain: A block's rows are a multiple of it.
+        bias: ``[out_features]`` or None.
+    """
+    out = tokens.new_empty(len(tokens), out_features)
+    tokens = tokens.to(product_dtype(tokens, out.dtype))
+    step = max(grain, block_weights() // tokens.shape[1] // grain * grain)
+    for start in range(0, out_features, step):
+        rows = slice(start, start + step)
+        multiply(tokens, weight_t(rows), None if bias is None else bias[rows], out[:, rows])
+    return out
+
+
+def to_weights(codes: Tensor, centre: int, scale: Tensor, min: Tensor | None) -> Tensor:
+    """Turn codes into weights in place.
+
+    Args:
+        codes: fp32 ``[groups, group_size, rows]``.
+        centre: The code that stands for 0 in symmetric weights.
+        scale: ``[rows, groups]``.
+        min: As scale, or None.
+    """
+    if min is None:
+        codes -= centre
+    codes *= scale.t().float().unsqueeze(1)
+    if min is not None:
+        codes += min.t().float().unsqueeze(1)
+    return codes

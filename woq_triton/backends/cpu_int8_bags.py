@@ -20,7 +20,7 @@ import functools
 import torch
 from torch import Tensor
 
-from woq_triton.backends.cpu import block_weights, multiply, product_dtype
+from woq_triton.backends.cpu import multiply_blocks, to_weights
 from woq_triton.scheme import QuantScheme
 from woq_triton_kernels import layout
 
@@ -89,25 +89,19 @@ def linear(
         bias: ``[N]`` or None.
         group_size: Divides K.
     """
-    out = tokens.new_empty(len(tokens), len(scale))
     if len(tokens) <= _MOST_TOKENS:
+        out = tokens.new_empty(len(tokens), len(scale))
         min_t = None if min is None else min.t()
         return _sum_bags(tokens.float().contiguous(), arranged, scale.t(), min_t, bias, out)
-    tokens = tokens.to(product_dtype(tokens, out.dtype))
     chunk = chunk_size(len(scale))
     codes = arranged.view(-1, len(scale) // chunk, group_size, chunk + _TAIL)[..., :chunk]
-    step = max(1, block_weights() // tokens.shape[1] // chunk)
-    for start in range(0, codes.shape[1], step):
-        features = slice(start * chunk, (start + step) * chunk)
-        # [groups, chunks, group_size, C] to [groups, group_size, features]
-        weight = codes[:, start : start + step].transpose(1, 2).float().flatten(2)
-        if min is None:
-            weight -= 128
-        weight *= scale[features].t().float().unsqueeze(1)
-        if min is not None:
-            weight += min[features].t().float().unsqueeze(1)
-        multiply(tokens, weight.flatten(0, 1), None if bias is None else bias[features], out[:, features])
-    return out
+
+    def weight_t(rows: slice) -> Tensor:
+        # [groups, chunks, group_size, C] to [groups, group_size, rows]
+        part = codes[:, rows.start // chunk : -(-rows.stop // chunk)].transpose(1, 2).float().flatten(2)
+        return to_weights(part, 128, scale[rows], None if min is None else min[rows]).flatten(0, 1)
+
+    return multiply_blocks(tokens, weight_t, len(scale), chunk, bias)
 
 
 def _chunks(arranged: Tensor, out_features: int, group_size: int) -> list[Tensor]:
