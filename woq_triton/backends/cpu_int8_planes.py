@@ -18,7 +18,7 @@ from woq_triton_kernels import layout
 _CENTRE = 8 * 16 + 8
 """What the kernel takes from a code in all."""
 
-_MOST_TOKENS = {True: 16, False: 64}
+_MOST_TOKENS = {True: 32, False: 64}
 """Tokens up to which torch's kernel is the quicker way, by whether the processor multiplies bf16."""
 
 
