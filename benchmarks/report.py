@@ -55,7 +55,10 @@ def section(linear: dict[str, Any], folder: Path, plots: list[Path]) -> str:
     parts += [f"![{plot.stem}](benchmarks/results/{plot.name})" for plot in plots]
     goals = results.latest(folder, "cpu-goals")
     if goals is not None:
-        parts.append("### Goals on a CPU\n\nEach ratio's layers were timed in turn, in one run, each call right after an untimed one of its own.")
+        parts.append(
+            "### Goals on a CPU\n\nEach ratio's layers were timed in turn, in one run, each call right "
+            "after an untimed one of its own."
+        )
         parts.append(cpu_goals.table(goals))
     whole = results.latest(folder, "end-to-end")
     if whole is not None:
