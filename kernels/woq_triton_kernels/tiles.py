@@ -64,6 +64,10 @@ class TileConfig:
     def constants(self, num_bits: int, group_size: int, group_dim: int, N: int, K: int) -> dict[str, Any]:
         """Compile-time arguments that both kernels take."""
         size = single_group(group_size, group_dim, N, K)
+        sum_rows = min(self.block_n, 16 * self.num_warps)
+        if self.unpack == "gcn" and self.scale_on == "weights":
+            # `accumulate_weights` takes it for half of a program's lanes, and a wave has 64.
+            sum_rows = max(32, sum_rows)
         return {
             "NUM_BITS": num_bits,
             "GROUP_SIZE": size,
@@ -77,7 +81,7 @@ class TileConfig:
             "BLOCK_N": self.block_n,
             "STEP": self.step,
             "SPLIT_K": self.split_k > 1,
-            "SUM_ROWS": min(self.block_n, 16 * self.num_warps),
+            "SUM_ROWS": sum_rows,
             "EVEN_K": K % (128 * self.step) == 0,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
