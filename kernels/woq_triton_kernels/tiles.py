@@ -48,6 +48,7 @@ class TileConfig:
         scale_on: Where scale and min are applied: "accumulator", "x" or "weights".
         unpack: Instructions that unpack: "ptx", "gcn" or "plain".
         subnormal: Whether fp16 operands are subnormals (see `woq_triton_kernels.unpack`).
+        max_registers: Most registers of a lane on NVIDIA; 0 leaves them to the compiler.
     """
 
     kernel: str
@@ -60,6 +61,7 @@ class TileConfig:
     scale_on: str
     unpack: str
     subnormal: bool
+    max_registers: int = 0
 
     def constants(self, num_bits: int, group_size: int, group_dim: int, N: int, K: int) -> dict[str, Any]:
         """Compile-time arguments that both kernels take."""
@@ -68,6 +70,7 @@ class TileConfig:
         if self.unpack == "gcn" and self.scale_on == "weights":
             # `accumulate_weights` takes it for half of a program's lanes, and a wave has 64.
             sum_rows = max(32, sum_rows)
+        registers = {"maxnreg": self.max_registers} if self.max_registers and self.unpack == "ptx" else {}
         return {
             "NUM_BITS": num_bits,
             "GROUP_SIZE": size,
@@ -85,6 +88,7 @@ class TileConfig:
             "EVEN_K": K % (128 * self.step) == 0,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            **registers,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,6 +120,8 @@ class _Arch:
         decode_stages: Its load pipeline's depth.
         matrix: Its matrix instructions: "mma" with operands in registers; "wgmma" and "tcgen05", which take
             activations from shared memory; "mfma"; "" if not known.
+        spills: Whether its compiler, left alone, spills fp16 weights along group_dim 0, to make room for
+            more programs than memory needs.
     """
 
     processors: int
@@ -125,10 +131,11 @@ class _Arch:
     decode_m: int
     decode_stages: int
     matrix: str
+    spills: bool = False
 
 
-def _nvidia(processors: int, matrix: str = "mma") -> _Arch:
-    return _Arch(processors, 4, "ptx", True, 8, 4, matrix)
+def _nvidia(processors: int, matrix: str = "mma", spills: bool = False) -> _Arch:
+    return _Arch(processors, 4, "ptx", True, 8, 4, matrix, spills)
 
 
 def _amd(processors: int, subnormal: bool) -> _Arch:
@@ -138,9 +145,9 @@ def _amd(processors: int, subnormal: bool) -> _Arch:
 _ARCHS = {
     "sm_80": _nvidia(108),
     "sm_86": _nvidia(84),
-    "sm_89": _nvidia(142),
+    "sm_89": _nvidia(142, spills=True),
     "sm_90": _nvidia(132, "wgmma"),
-    "sm_100": _nvidia(148, "tcgen05"),
+    "sm_100": _nvidia(148, "tcgen05", spills=True),
     "sm_120": _nvidia(188),
     "gfx90a": _amd(110, False),
     "gfx942": _amd(304, True),
@@ -243,6 +250,7 @@ def _pick_decode(
         scale_on=scale_on,
         unpack=facts.unpack,
         subnormal=facts.subnormal and dtype == torch.float16,
+        max_registers=255 if facts.spills and group_dim == 0 and dtype == torch.float16 else 0,
     )
 
 

@@ -7,6 +7,7 @@ the very kernels that a GPU would run, and a launcher may change without the aud
 
 import contextlib
 import functools
+import json
 import os
 import re
 import subprocess
@@ -115,7 +116,8 @@ def _recording(arch: str, launches: list[Launch]) -> Iterator[None]:
 
     def keep(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         known = ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion", "launch_cooperative_grid")
-        options = {name: compile[name] for name in known if name in compile}
+        found = json.loads(compile["specialization_data"])["options"]
+        options = {name: found[name] for name in (*known, "maxnreg") if found.get(name) is not None}
         launches.append(
             Launch(
                 fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options

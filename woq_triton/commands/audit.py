@@ -150,7 +150,7 @@ def _check_choices(
 
 
 _POWERS = ("block_m", "block_n", "step", "num_warps")
-_NUMBERS = (*_POWERS, "split_k", "num_stages")
+_NUMBERS = (*_POWERS, "split_k", "num_stages", "max_registers")
 
 
 def _changes(settings: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from woq_triton.audit import sass
 from woq_triton.audit.compilation import AuditError, compile_launch, record_launches
-from woq_triton.audit.kernels import audit, plan
+from woq_triton.audit.kernels import audit, plan, use_of
 from woq_triton.audit.mainloop import find_main_loop
 from woq_triton.audit.problems import Problem, expand
 from woq_triton.audit.record import Record, measure
@@ -129,6 +129,13 @@ def test_a_tile_can_be_tried_and_an_unknown_field_is_an_error():
     assert (record.config["block_n"], record.config["num_warps"]) == (32, 1)
     with pytest.raises(AuditError, match="block_z"):
         plan([problem], ["sm_80"], {"block_z": 1})
+
+
+def test_a_limit_of_registers_reaches_the_compiler_on_nvidia_only():
+    problem = Problem(1, 4096, 4096)
+    assert "maxnreg" not in use_of(problem, "sm_90").launch.options
+    assert use_of(problem, "sm_90", {"max_registers": 64}).launch.options["maxnreg"] == 64
+    assert "maxnreg" not in use_of(problem, "gfx942", {"max_registers": 64}).launch.options
 
 
 def test_what_does_not_compile_is_an_error_that_names_kernel_and_architecture():
