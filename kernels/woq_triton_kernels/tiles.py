@@ -134,8 +134,8 @@ class _Arch:
     spills: bool = False
 
 
-def _nvidia(processors: int, matrix: str = "mma", spills: bool = False) -> _Arch:
-    return _Arch(processors, 4, "ptx", True, 8, 4, matrix, spills)
+def _nvidia(processors: int, matrix: str = "mma", stages: int = 4, spills: bool = False) -> _Arch:
+    return _Arch(processors, 4, "ptx", True, 8, stages, matrix, spills)
 
 
 def _amd(processors: int, subnormal: bool) -> _Arch:
@@ -145,7 +145,7 @@ def _amd(processors: int, subnormal: bool) -> _Arch:
 _ARCHS = {
     "sm_80": _nvidia(108),
     "sm_86": _nvidia(84),
-    "sm_89": _nvidia(142, spills=True),
+    "sm_89": _nvidia(142, stages=2, spills=True),  # slower memory: a third of sm_80's bytes in flight
     "sm_90": _nvidia(132, "wgmma"),
     "sm_100": _nvidia(148, "tcgen05", spills=True),
     "sm_120": _nvidia(188),
@@ -236,7 +236,7 @@ def _pick_decode(
     few_registers = num_bits == 8 and (scale_on == "weights" or (grain(size) == 32 and block_m > 8))
     if few_registers or (group_dim == 0 and half_bf16):
         stages = 2  # The addresses of more would cost registers or instructions that are not there.
-    elif num_bits == 4 and scale_on == "accumulator" and grain(size) == 32 and halves:
+    elif stages > 2 and num_bits == 4 and scale_on == "accumulator" and grain(size) == 32 and halves:
         stages += 1  # The compiler then arranges registers without spilling.
     processors = processors or facts.processors
     return TileConfig(

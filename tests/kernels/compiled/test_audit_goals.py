@@ -30,6 +30,17 @@ PROBLEMS = {
 
 DOZEN = [(arch, name) for arch in ("sm_80", "sm_90") for name in PROBLEMS]
 
+# What spills, or takes weights through shared memory, where tiles are chosen as for sm_80.
+ELSEWHERE = [
+    ("sm_89", Problem(1, 128256, 512, 4, 32, 1, "float16")),
+    ("sm_89", Problem(1, 128256, 512, 4, 128, 0, "float16")),
+    ("sm_100", Problem(1, 128256, 4096, 8, -1, 0, "float16")),
+    ("sm_100", Problem(16, 4096, 4096, 8, 128, 0, "float16")),
+    ("sm_100", Problem(16, 128256, 4096, 4, -1, 0, "float16")),
+    ("gfx942", Problem(1, 4096, 4096, 8, 32, 0, "float16")),
+    ("gfx942", Problem(1, 4096, 4096, 8, 64, 0, "float16")),
+]
+
 
 @functools.cache
 def record_of(arch: str, name: str) -> Record:
@@ -45,6 +56,13 @@ pinned = pytest.mark.skipif(version("triton") != TRITON, reason=f"goals are set 
 def test_decode_reaches_its_goal(arch, name):
     record = record_of(arch, name)
     assert limit(record) is not None
+    assert failures(record) == []
+
+
+@pinned
+@pytest.mark.parametrize(("arch", "problem"), ELSEWHERE)
+def test_decode_neither_spills_nor_stores_weights(arch, problem):
+    (record,) = audit(plan([problem], [arch]), jobs=1)
     assert failures(record) == []
 
 
